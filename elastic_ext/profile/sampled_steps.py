@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -20,11 +21,18 @@ from .phases import Phase, Timeline
 from .probe import Probe
 from .step_costs import Census, Trace, calibrate, can_trace
 
-__all__ = ["Surveyor"]
+__all__ = ["AnalyzerSource", "Surveyor"]
 
 _logger = logging.getLogger(__name__)
 
 _TRACE_SECONDS = 600.0  # between two traces
+
+
+class AnalyzerSource(Protocol):
+    """Makes the analyzer of the memory that steps take, on the first rank, whichever that is."""
+
+    def make(self, probe: Probe) -> Analyzer:
+        """An analyzer of the steps that ``probe`` sees from here on."""
 
 
 class Surveyor:
@@ -40,21 +48,24 @@ class Surveyor:
         reports: Reports,
         why_no_census: Callable[[], str | None],
         needs_trace: Callable[[], bool],
-        analyzer: Analyzer | None = None,
+        analyzers: AnalyzerSource | None = None,
     ) -> None:
         """``reports`` writes what is measured; the machine is measured by the first of its ranks alone.
 
         ``needs_trace`` says whether passes wait for other ranks in many places: a trace alone tells how long.
-        ``why_no_census`` gives the reason why no census can be taken, or None. ``analyzer`` measures memory.
+        ``why_no_census`` gives the reason why no census can be taken, or None. ``analyzers`` makes what measures
+        memory.
         """
         self._timeline = timeline
         self._probe = probe
-        self._world, self._device = world, device
+        self._device = device
         self._reports = reports
         self._why_no_census = why_no_census
         self._needs_trace = needs_trace
-        self.analyzer = analyzer
-        """What measures and works out the memory of steps; None where nothing does."""
+        self.analyzer: Analyzer | None = None
+        """What measures and works out the memory of steps, on the first rank; None where nothing does."""
+        self._analyzers = analyzers
+        self.take_world(world)
         self._census: Census | None = None
         self._trace: Trace | None = None
         self._trace_at = 0.0  # when the next trace is due, by ``time.monotonic``
@@ -93,8 +104,16 @@ class Surveyor:
                 self._measure_machine()
 
     def take_world(self, world: World) -> None:
-        """Name this rank as it is in ``world`` in what is measured from here on, between two steps."""
+        """Name this rank as it is in ``world`` in what is measured from here on, between two steps.
+
+        Memory is measured on the first rank alone, and anew where another rank has become that.
+        """
         self._world = world
+        if world.rank > 0 and self.analyzer is not None:
+            self.analyzer.close()
+            self.analyzer = None
+        elif world.rank == 0 and self.analyzer is None and self._analyzers is not None:
+            self.analyzer = self._analyzers.make(self._probe)
 
     def close(self) -> None:
         """Stop measuring: training ends, perhaps within a step."""

@@ -78,7 +78,8 @@ class TrainingEpochs:
         self._loading = SameLoading(training.batches, training.ranks)
         self._sampler_epochs = EpochsOfSampler(training.batches.loader)
         self._has_begun = False
-        self._joined: int | None = None  # the epoch of the ranks that this one has joined
+        self._joined: int | None = None  # the epoch in which the ranks are that this one has joined
+        self._to_begin: int | None = None  # the same, or the one that comes for them, until it has begun here
         self.endless = EndlessBatches(self, training)
         """What ``trainer.batches()`` gives."""
 
@@ -94,6 +95,7 @@ class TrainingEpochs:
     def join(self, *, is_within: bool) -> None:
         """Note that this rank has joined others and has their counts; ``is_within`` where their epoch is under way."""
         self._joined = self._counts.epoch if is_within else None
+        self._to_begin = self._counts.epoch if is_within else self._counts.start_epoch
 
     def enter(self, epoch: int | None) -> int:
         """Begin ``epoch``, by default the one after the last, for ``with trainer.epoch():``; gives its number."""
@@ -107,6 +109,12 @@ class TrainingEpochs:
     def begin(self, epoch: int) -> None:
         """Begin ``epoch`` with all ranks, or go on with the rest of it."""
         training, counts = self._training, self._counts
+        to_begin, self._to_begin = self._to_begin, None
+        if to_begin not in (None, epoch):
+            raise StepError(
+                f"the loop begins with epoch {epoch}, and the ranks that this one has joined are in epoch {to_begin}; "
+                "loop over range(trainer.start_epoch, num_epochs)"
+            )
         if not self._has_begun:
             self._has_begun = True
             training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch))

@@ -23,9 +23,10 @@ from elastic_ext.profile.output import ProfileOutput, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.sampled_steps import Surveyor
+from elastic_ext.profile.sampled_steps import AnalyzerSource, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
 from elastic_ext.profile.windows import TrainingProgress, WindowAccumulator, memory_held
+from elastic_ext.ranks.world import World
 
 from .checkpoints.checkpoints import Checkpoints, checkpoints_for
 from .checkpoints.state import TrainingState
@@ -67,12 +68,12 @@ def record(
     loader: object,
     *,
     progress: Callable[[], tuple[int, int, Mapping[str, tuple[float, float]]]],
-    analyze: Callable[[Probe], Analyzer] | None = None,
+    analyzers: AnalyzerSource | None = None,
 ) -> Recorder:
     """A recorder of where this rank's time goes, which ``follower`` hears.
 
     ``progress`` gives the global step, samples, and the means and weights of the numbers logged since the last window.
-    ``analyze`` makes the analyzer of the memory that steps take.
+    ``analyzers`` makes the analyzer of the memory that steps take.
     """
     device = _device_of(model)
     timeline = _timeline_of(device)
@@ -87,7 +88,6 @@ def record(
         return TrainingProgress(step, num_samples, config.version, config.revision, is_settled, logged)
 
     probe = Probe(timeline.enter, model, optimizers, is_on_accelerator=device.type != "cpu")
-    analyzer = None if analyze is None else analyze(probe)
     recorder = Recorder(
         follower.heartbeat,
         probe,
@@ -102,7 +102,7 @@ def record(
         progress=progress_now,
         on_window=reports.add_window,
         loader=loader,
-        surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
+        surveyor=_surveyor(follower, model, timeline, probe, device, analyzers),
     )
     follower.take_heartbeat(recorder)
     return recorder
@@ -132,7 +132,7 @@ def _surveyor(
     timeline: Timeline,
     probe: Probe,
     device: torch.device,
-    analyzer: Analyzer | None,
+    analyzers: AnalyzerSource | None,
 ) -> Surveyor:
     ranks = follower.ranks
     return Surveyor(
@@ -143,17 +143,26 @@ def _surveyor(
         reports=follower.reports,
         why_no_census=lambda: why_no_census(model),
         needs_trace=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
-        analyzer=analyzer,
+        analyzers=analyzers,
     )
 
 
 # --- a trainer's parts are put together, with the other ranks, once its optimizers are there -------------------------
 
 
-def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, *, environ: Mapping[str, str]) -> None:
+def prepare(
+    training: Training,
+    optimizer: Any,
+    lr_scheduler: Any,
+    scaler: Any,
+    *,
+    environ: Mapping[str, str],
+    on_world: Callable[[World], None],
+) -> None:
     """Join the other ranks, add the parts of ``training`` that were missing, and begin; all ranks call this, once.
 
-    ``environ`` is the environment in which this process was launched.
+    ``environ`` is the environment in which this process was launched; ``on_world`` is called with each world that it
+    comes to after a change of members.
     """
     check_process_group(LaunchSize.in_environment(environ))
     launched = Launched.in_environment(environ)
@@ -175,7 +184,7 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.recorder = _recorder(training)
     training.profile_output = _profile_output(training)
     training.facts = FactsOfJob(training)
-    training.members = TrainingMembers(training, joins=version_to_join(environ))
+    training.members = TrainingMembers(training, joins=version_to_join(environ), on_world=on_world)
     training.session = session = Session(training)
     follower.reports.on_window = training.reports.see_window
     if training.spread.plan is not None:
@@ -260,10 +269,16 @@ def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
 
 def _have_batches_seen(training: Training) -> None:
     """Have the analyzer see the batches of the loop, and the loader know whether the loop is in a micro-step."""
-    loader, state, analyzer = training.batches.loader, training.state, training.analyzer
-    if analyzer is not None:
+    loader, state = training.batches.loader, training.state
+
+    def see(batch: Any) -> None:
+        analyzer = training.analyzer  # of the first rank, which may become another one
+        if analyzer is not None:
+            analyzer.see_batch(batch)
+
+    if training.recorder is not None:
         shown = loader if isinstance(loader, ShowingSource) else training.attempts
-        shown.on_batch = analyzer.see_batch
+        shown.on_batch = see
     if isinstance(loader, ReenteredSource):
         loader.is_in_step = lambda: state.phase.is_inside
 
@@ -272,10 +287,21 @@ def _have_batches_seen(training: Training) -> None:
 
 
 class _ForAnalyzer:
-    """A training as its memory analyzer sees it."""
+    """A training as its memory analyzer sees it, and what makes that."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
+
+    def make(self, probe: Probe) -> Analyzer:
+        training = self._training
+        return Analyzer(
+            training.spread.root,
+            training.optimizers,
+            probe,
+            self,
+            blocks=training.spread.blocks,
+            factory=training.factory,
+        )
 
     @property
     def micro_batch(self) -> int:
@@ -313,23 +339,13 @@ def _recorder(training: Training) -> Recorder | None:
     if not (follower.settings.enabled and follower.settings.profiles):
         return None
 
-    def analyze(probe: Probe) -> Analyzer:
-        return Analyzer(
-            training.spread.root,
-            training.optimizers,
-            probe,
-            _ForAnalyzer(training),
-            blocks=training.spread.blocks,
-            factory=training.factory,
-        )
-
     return record(
         follower,
         training.model,
         training.optimizers,
         training.batches.loader,
         progress=lambda: (counts.global_step, counts.num_samples, logged.take_window()),
-        analyze=analyze if follower.ranks.rank == 0 else None,
+        analyzers=_ForAnalyzer(training),
     )
 
 

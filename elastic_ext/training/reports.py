@@ -47,7 +47,7 @@ class Speed:
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._since = time.perf_counter()
-        self._num_boundaries = self._num_samples = 0  # so many there were then
+        self._num_boundaries, self._num_samples = counts.num_boundaries, counts.num_samples  # so many there were then
         self._rates: tuple[float | None, float | None] = None, None  # steps and samples per second
 
     def measure(self) -> Measures:
@@ -86,6 +86,10 @@ class TrainingReports:
         self.bar.is_shown = world.rank == 0 and self._wants_bar
         if not self.bar.is_shown:
             self.bar.end()
+
+    def count_anew(self) -> None:
+        """Measure steps and samples per second from the counts as they are now, which other ranks have told."""
+        self._speed = Speed(self._training.counts)
 
     def begin(self) -> None:
         """Report that training has begun, and after which step it goes on; metrics tell what is in force from here."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_ext.config.control_word import Purpose
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
 from elastic_ext.config.lr_scaling import rate_factor
@@ -188,8 +189,8 @@ class Session:
                 "catch it within `with trainer.epoch():` to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
-        self.follower.meet_to_go_back(
-            doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
+        self.follower.meet(
+            Purpose.REWIND, doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
         )
         if torn is None:
             saving.begin_due()
@@ -208,6 +209,7 @@ class Session:
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
+        self._training.members.follow_rewind()
         self.follower.write_metrics()
         self._training.reports.tell_gone_back(text, before=before, path=loaded.path, skips=skips)
         return loaded.path

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from elastic_ext.fsdp.blocks import Units
     from elastic_ext.fsdp.plan import ParallelPlan
     from elastic_ext.profile.output import Sink
+    from elastic_ext.ranks.world import World
 
     from .epochs import TrainingEpochs
     from .members import MembersChange
@@ -295,7 +296,16 @@ class ElasticTrainer:
         self, optimizer: Optimizer, *, scaler: torch.amp.GradScaler
     ) -> tuple[ElasticOptimizer, ElasticScaler]: ...
     @overload
-    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any: ...
+    def prepare(
+        self, optimizer: Sequence[Optimizer], lr_scheduler: Sequence[LRScheduler]
+    ) -> tuple[list[ElasticOptimizer], list[ElasticLRScheduler]]: ...
+    @overload
+    def prepare(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any: ...
     @_in_a_sentence
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
@@ -309,7 +319,7 @@ class ElasticTrainer:
 
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
-        prepare(self._training, optimizer, lr_scheduler, scaler, environ=os.environ)
+        prepare(self._training, optimizer, lr_scheduler, scaler, environ=os.environ, on_world=_note_world)
         os.environ.pop(JOINS, None)  # done, and no other trainer of this process is to join
         self._session = session = self._training.session
         weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
@@ -501,7 +511,8 @@ class ElasticTrainer:
         """Call ``function(change)`` after each change of members, which processes live through; on the ranks of then.
 
         For scripts that keep ranks, a number of ranks or process groups of their own, which have ended by then: the
-        function makes such groups anew, on all ranks alike. Called before ``prepare()``, or later.
+        function makes such groups anew, on all ranks alike. Called before ``prepare()``: within it a worker that
+        joins calls its functions with the others.
         """
         self._training.on_members.append(function)
 
@@ -652,3 +663,10 @@ def _options_of(name: str, value: _Default | None, kind: type[_Default]) -> _Def
 def _num_local() -> int:
     """How many ranks share this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _note_world(world: World) -> None:
+    """Have the environment say what this rank is now, where a launcher has said it: other code goes by that."""
+    for name, number in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
+        if name in os.environ:
+            os.environ[name] = str(number)

@@ -122,7 +122,7 @@ def why_best_again(change: str, *, best: float, measured: float) -> str:
 
 
 def nothing_new_in_words(why: str) -> str:
-    """That the tuner puts no other config in force to measure it, and why."""
+    """The sentence that says that the tuner puts no other config in force to measure it, and why."""
     return f"the tuner tries nothing new: {why}"
 
 

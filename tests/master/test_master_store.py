@@ -24,7 +24,15 @@ def version_of(version: int, **given: int) -> AuthoredVersion:
 
 
 def event_of(number: int, text: str = "something", **given: Any) -> EventRecord:
-    usual = {"time": 1.0, "node_id": "a", "rank": -1, "step": -1, "kind": "k", "details": "{}", "restart": 0}
+    usual: dict[str, Any] = {
+        "time": 1.0,
+        "node_id": "a",
+        "rank": -1,
+        "step": -1,
+        "kind": "k",
+        "details": "{}",
+        "restart": 0,
+    }
     return EventRecord(number=number, text=text, **usual | given)
 
 

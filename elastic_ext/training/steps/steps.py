@@ -77,8 +77,8 @@ class MicroStepWeights(NamedTuple):
     """The weights of a step's micro-steps."""
 
     each: tuple[float, ...]
-    """That of each micro-step's mean loss in the gradient of the step."""
-    late: float = 1.0
+    """The weight of the mean loss of each micro-step in the gradient of the step."""
+    factor_at_end: float = 1.0
     """What the gradients of all earlier micro-steps are multiplied by as the last one begins, where they were not
     weighed one by one; 1.0 where they were."""
 
@@ -235,8 +235,8 @@ class Steps:
         sharing = self._gradients.sharing
         if is_shared is not sharing.is_sharing:
             sharing.share(now=is_shared)
-        if is_last and self._weights.late != 1.0:
-            self._gradients.weigh_gathered(self._weights.late)
+        if is_last and self._weights.factor_at_end != 1.0:
+            self._gradients.weigh_gathered(self._weights.factor_at_end)
         if self._checks.is_looking:
             self._checks.begin_micro_step()
         if takes_back:
@@ -253,6 +253,7 @@ class Steps:
             return
         state = self._state
         if state.phase is StepPhase.UNDONE:
+            self._gradients.drop()  # of passes that were made since it was taken back
             state.move(StepEvent.LEAVE_UNDONE)
             return
         if self.torn is not None:  # and the loop has gone on after it was told so
@@ -411,7 +412,12 @@ class Steps:
         """
         self.pass_owed_boundary()
         if self._to_meet is not None:
-            self._follower.retry(self._to_meet.purpose, self._to_meet.num_exchanges, self._to_meet.num_lost)
+            self._follower.meet(
+                self._to_meet.purpose,
+                doubt="took back a step that had failed on it",
+                exchanges=self._to_meet.num_exchanges,
+                lost=self._to_meet.num_lost,
+            )
             self._to_meet = None
             self._gradients.sharing.wait()
         if self._gradients.awaited:
@@ -484,7 +490,7 @@ class Steps:
             self._set_weights(step.weights)
         self._weights = self._by_turns
         state.on_cleared = None
-        if self._weights.late != 1.0 and self._optimizers[0].may_have_left_gradients:
+        if self._weights.factor_at_end != 1.0 and self._optimizers[0].may_have_left_gradients:
             self._weights = MicroStepWeights(step.weights)  # what is left is not to be weighed again
             state.on_cleared = self._weigh_once
         if self._counted is not None:
@@ -581,7 +587,7 @@ class Steps:
         common = weights[0]
         is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
         if is_late and self._scaler is None and self._gradients.can_wait_for_weights:  # scaled ones fill their range
-            self._by_turns = MicroStepWeights((1.0,) * (len(weights) - 1) + (common,), late=common)
+            self._by_turns = MicroStepWeights((1.0,) * (len(weights) - 1) + (common,), factor_at_end=common)
         else:
             self._by_turns = MicroStepWeights(weights)
         self._weights = self._by_turns
