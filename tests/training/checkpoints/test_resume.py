@@ -410,7 +410,8 @@ def test_a_run_that_finds_nothing_left_to_do_says_so(tmp_path: Path, caplog: pyt
     words = (
         "nothing was left to do: training had come to step 10, epoch 1, before this run, which has taken no step; to "
         "train on ask for more epochs or steps, to begin anew give the trainer "
-        'follow_options=FollowOptions(job="another name"), another shared_storage_path, or checkpoint_options=CheckpointOptions(resume="never")'
+        'follow_options=FollowOptions(job="another name"), another shared_storage_path, or '
+        'checkpoint_options=CheckpointOptions(resume="never")'
     )
     assert told() == [words]
     events = [json.loads(line) for line in (tmp_path / "0" / "events-0.jsonl").read_text().splitlines()]
