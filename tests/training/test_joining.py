@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,23 @@ def test_a_script_that_differs_is_told_so(tmp_path: Path, differ: Any, words: st
     with others:
         told = differences(facts, facts_of(others._training))
     assert told.startswith(words), told
+
+
+def test_what_a_worker_is_told_as_it_joins_says_how_far_the_others_are_and_what_they_have_learnt(
+    tmp_path: Path,
+) -> None:
+    with prepared(tmp_path / "others") as others:
+        training = others._training
+        training.counts.num_boundaries = 12
+        training.growing._failed_with, training.growing._takes_one = 8, False
+        pending: Any = SimpleNamespace(drawn=[])
+        told = json.loads(json.dumps(training.members._to_tell(pending)))
+    with prepared(tmp_path / "mine") as mine:
+        joiner = mine._training
+        joiner.members._take_over(told)
+        assert joiner.counts.num_boundaries == 12
+        assert joiner.session._speed.measure().steps_per_second is None, "none of them was taken here"
+        assert joiner.growing.tell() == told["growing"] and joiner.growing.has_shrunk
 
 
 @pytest.mark.parametrize(("begun", "is_within", "is_right"), [(3, True, True), (0, True, False), (0, False, False)])
