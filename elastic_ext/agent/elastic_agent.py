@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -48,7 +48,6 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
 _PART_SECONDS = 5.0
-_WARM_SECONDS = 1800.0  # for workers that join to become ready, where others leave as they do
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
@@ -101,7 +100,7 @@ class ElasticAgent(LocalElasticAgent):
         self._look_at = 0.0
         self._num_rounds = 0
         self._drains = tasks.drains
-        self._leaves_after: RoundBoard | None = None  # of the round in which others know that it leaves as one joins
+        self._has_told_drain = False
 
     @property
     def calls_meeting(self) -> bool:
@@ -133,8 +132,9 @@ class ElasticAgent(LocalElasticAgent):
         board = self._board
         if (plan := self._members.settle()) is not None:
             self._take_plan(plan)
-        if self._leaves_after is board and self._meeting.held_back():
-            self._leave_as_another_joins()
+        if self._is_replaced_by_restart():
+            self.is_drained = True
+            self._leave(signal.SIGTERM, "another node joins", patience_seconds=_EXCHANGE_SECONDS)
         board.tell_quietly("meeting", True)
         gone = self._meeting.departed() - board.who_told("meeting")
         lost = [place for place in gone - board.who_told("leaving") if self._members.has_member_at(place)]
@@ -142,8 +142,7 @@ class ElasticAgent(LocalElasticAgent):
         self._is_planned = not is_hurt
         if self._is_planned:
             if not self._members.why_restart():
-                leave = ("leaving", "draining") if self._meeting.held_back() else ("leaving",)
-                self._meeting.expect(gone=gone | board.who_told(*leave))
+                self._meeting.expect(gone=gone | board.who_told("leaving"))
             words = "nodes join or leave: all nodes meet in a rendezvous, and training goes on meanwhile"
             self._journal.tell("membership-changing", words)
         super()._restart_workers(worker_group)
@@ -204,14 +203,12 @@ class ElasticAgent(LocalElasticAgent):
                 self._end_workers(worker_group)
             self._meeting.forget_earlier()
             self._begin_round(board, settled)
-            left = [each for each in earlier if each.who_told("leaving")]
-            if left:
+            if decision.left:  # a node that leaves may have the store of this round, and waits until all have begun it
                 board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
-            for each in left:
+            for each in earlier:
                 each.post_quietly("begun", True)
         else:
-            super()._stop_workers(worker_group)  # which have warmed up to join by another plan
-            self._join(board, settled)
+            self._join(worker_group, board, settled)
         self._is_planned = False
         self._meeting.holds_back_joins = members.change is not None or members.choice == "live"
 
@@ -220,12 +217,16 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
         members, change = self._members, self._members.change
-        if self._goes_on and self.workers is not None and members.plan is not None:
-            self._place(members.plan)
+        if self._goes_on and self.workers is not None:
+            if members.plan is not None:
+                self._place(members.plan)
+            else:
+                self._place_alone(self.workers.pids())
             return self.workers.pids()
         seats: Sequence[int] = ()
         if change is not None and members.plan is None:  # it joins: until then its workers are among themselves
-            self._place_alone()
+            self._place_alone({})
+            self._give_store()
             seats = members.seats_in(change.plan)
         joins = change.plan.version if change is not None and seats else 0
         envs = environments(self._launch, worker_group, restart_count=self._num_failures, joins=joins, seats=seats)
@@ -315,7 +316,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _store_by(self, decision: MeetingDecision, board: RoundBoard) -> str:
         """The address of the store for workers of the next plan, which one node starts; empty where it needs none."""
-        if not decision.has_store:
+        if decision.kind != "live":
             return ""
         if decision.holder == self._launch.node_id:
             board.post("live-store", self._meeting.open_store())
@@ -343,18 +344,30 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- changes in which workers go on ----
 
-    def _join(self, board: RoundBoard, settled: RoundStart) -> None:
-        """Begin a round in which the workers of this node are to join those of others; NotTaken where they are not."""
-        if settled.decision.kind == "same":
+    def _join(self, group: WorkerGroup, board: RoundBoard, settled: RoundStart) -> None:
+        """Begin a round in which the workers of this node are to join those of others; NotTaken where they are not.
+
+        Those that warm up already go on with that where the plan has the same seats for them.
+        """
+        members, plan = self._members, settled.then or settled.plan
+        if self._launch.node_id in settled.decision.kept_out:
+            super()._stop_workers(group)
             self._drop_out(settled.decision.why)
-        self._members.change_to(settled, board, ())
-        self._tasks.begin_round(
-            board,
-            membership_version=settled.plan.version,
-            world_size=self._worker_group.spec.local_world_size,
-            together=self._members.member_places(),
-            is_new=True,
-        )
+        warm = [each.seat for each in self.watched if each.state == "running"]
+        self._goes_on = warm == members.seats_in(plan)
+        if not self._goes_on:
+            super()._stop_workers(group)
+        members.change_to(settled, board, ())
+        if self._goes_on:
+            self._tasks.go_on(board, together=members.member_places())
+        else:
+            self._tasks.begin_round(
+                board,
+                membership_version=plan.version,
+                world_size=group.spec.local_world_size,
+                together=members.member_places(),
+                is_new=True,
+            )
 
     def _take_plan(self, plan: MembershipPlan) -> None:
         """Take a plan that the workers of this node have come to."""
@@ -379,11 +392,15 @@ class ElasticAgent(LocalElasticAgent):
         )
         self._ranks = dict(enumerate(ranks))
 
-    def _place_alone(self) -> None:
-        """Give the workers of this node ranks of a world of their own, with a store on this node."""
-        group: Any = self._worker_group  # whose types have no address for good
+    def _place_alone(self, pids: Mapping[int, int]) -> None:
+        """Give the workers of this node ranks of a world of their own; ``pids`` are of those that run."""
+        group = self._worker_group
         number = group.spec.local_world_size
-        place_workers(group, range(number), world_size=number, place=0, num_nodes=1, pids={})
+        place_workers(group, range(number), world_size=number, place=0, num_nodes=1, pids=pids)
+
+    def _give_store(self) -> None:
+        """Have the workers of this node meet in a store on this node."""
+        group: Any = self._worker_group  # whose types have no address for good
         host, _, port = self._meeting.open_store(is_here=True).rpartition(":")
         group.master_addr, group.master_port = host.strip("[]"), int(port)
 
@@ -409,14 +426,14 @@ class ElasticAgent(LocalElasticAgent):
         plan = self._members.follow()
         if plan is not None:
             self._take_plan(plan)
-        elif change.end is not None and change.end.kind in ("failed", "sent-away"):  # else all nodes meet again
+        elif change.end is not None and change.end.kind == "failed":  # else all nodes meet again
             self._drop_out(change.end.why)
         return result
 
     def _drop_out(self, why: str) -> NoReturn:
         """Leave the nodes that this one was to join, which go on without it; always raises NotTaken."""
         if self._members.change is not None:
-            self._members.change.tell("failed", why)
+            self._members.change.tell_failed(why)
         self._meeting.leave()
         raise NotTaken(why)
 
@@ -499,7 +516,7 @@ class ElasticAgent(LocalElasticAgent):
             if own:
                 self._board.tell("failed", [failure.to_row() for failure in own])
                 self._board.post("any-failed", True)  # of many nodes all look at this one key
-            return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
+            return [Failure.from_row(row) for rows in self._board.values_of("failed").values() for row in rows]
         except BoardGone:
             return own
 
@@ -556,29 +573,30 @@ class ElasticAgent(LocalElasticAgent):
 
     def _look_for_drains(self) -> None:
         """Hand on requests that nodes leave, and follow one that this node does: SignalException is raised then."""
-        board = self._board
-        self._drains.tell(board)
+        plan, board = self._members.plan, self._board
+        assert plan is not None, "it trains"
+        self._drains.tell(board, plan)
         drain = self._drains.of(self._launch.node_id, board)
-        if self._members.change is not None or (drain is None and self._leaves_after is None):
+        if self._members.change is not None or drain is None:
             return
-        if drain is not None and not drain.after_join:
+        if drain.is_due(plan):
             self.is_drained = True
-            self._leave(signal.SIGTERM, "elastic-ext members drain")
-        if self._leaves_after is not board:  # others meet without it
-            self._leaves_after = board
-            self._members.drain(board)
-            self._journal.tell("leaving", "elastic-ext members drain: this node leaves as another one joins")
+            why = "another node has joined" if drain.after_join else "elastic-ext members drain"
+            self._leave(signal.SIGTERM, why)
+        if not self._has_told_drain:
+            self._has_told_drain = True
+            self._journal.tell("leaving", "elastic-ext members drain: this node leaves once another one has joined")
 
-    def _leave_as_another_joins(self) -> None:
-        """Leave where others meet with one that joins, and will do without this one; always raises SignalException."""
-        self.is_drained = True
-        self._leave(signal.SIGTERM, "another node joins", patience_seconds=_WARM_SECONDS)
+    def _is_replaced_by_restart(self) -> bool:
+        """Whether this node leaves now that another joins, so that the workers of all are started anew but once."""
+        is_replaced = self._has_told_drain and self._meeting.held_back() and self._board.num_peers > 1
+        return bool(is_replaced and self._members.why_restart())
 
     def _leave(self, number: signal.Signals, why: str = "", *, patience_seconds: float = 0.0) -> None:
         """Leave the job after a stop signal, or for another reason; always raises SignalException.
 
         At SIGTERM the other nodes meet while the workers here still train with theirs; then the workers here are ended.
-        ``patience_seconds`` is how much longer these may train.
+        With ``patience_seconds`` another node waits to join, and that is how much longer its meeting may take.
         """
         is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds + patience_seconds
@@ -593,7 +611,7 @@ class ElasticAgent(LocalElasticAgent):
             self._members.leave(board, is_live=is_term)
             are_enough = board.num_peers > self._launch.min_nodes or patience_seconds > 0
             if self._meeting.leave() and is_term and are_enough:
-                seconds = self._launch.shutdown_seconds / 3 + min(patience_seconds, _EXCHANGE_SECONDS)
+                seconds = self._launch.shutdown_seconds / 3 + patience_seconds
                 has_met = self._wait_until(board, "met-again", seconds=seconds)
                 self._left = board if has_met else None
                 if has_met:

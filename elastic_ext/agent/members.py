@@ -21,7 +21,6 @@ from elastic_ext.members.decision import (
     LeavingNode,
     NodeWords,
     RoundStart,
-    RowState,
     stage_of,
     why_restart_of,
 )
@@ -88,8 +87,10 @@ def _record_in(file: Path, seat: int) -> MemberRecord | None:
 class ChangeEnd:
     """How a change has ended: ``failed`` is one whose joiners have not become ready, before others were told of it."""
 
-    kind: Literal["applied", "failed", "refused", "sent-away", "late"]
+    kind: Literal["applied", "failed", "refused", "late"]
     why: str = ""
+    refused: tuple[str, ...] = ()
+    """Of ``refused``: the nodes for the sake of whose workers, which the others are to go on without; else none."""
 
 
 class LiveChange:
@@ -104,12 +105,11 @@ class LiveChange:
         board: RoundBoard,
         run_dir: Path,
         limit_seconds: float,
-        sends_away: bool,
         on_ready: Callable[[], None],
     ) -> None:
-        """``on_ready`` is called once workers are to be told the plan, which have ``limit_seconds`` from then on.
+        """``on_ready`` is called once workers are to be told the plan.
 
-        With ``sends_away`` those that join are sent away where the ranks refuse the plan.
+        They have ``limit_seconds`` from then on to agree on it, and again to come to it once they can.
         """
         self.plan = plan
         self.joined = tuple(joined)
@@ -123,7 +123,6 @@ class LiveChange:
         self._board = board
         self._run_dir = run_dir
         self._limit_seconds = limit_seconds
-        self._sends_away = sends_away
         self._on_ready = on_ready
         self._seats = [member.seat for member in plan.members if member.node_id == node_id]
         self._begun_at = self._told_at = time.monotonic()
@@ -135,18 +134,9 @@ class LiveChange:
         return time.monotonic() - self._begun_at
 
     @property
-    def outcome(self) -> Literal["applied", "refused", ""]:
-        """What the workers of this node have made of the plan by now; empty where that is not known."""
-        records = [each for each in member_records(self._run_dir, self._seats).values() if each is not None]
-        if len(records) == len(self._seats) and all(each.version >= self.plan.version for each in records):
-            return "applied"
-        return "refused" if any(each.refused >= self.plan.version for each in records) else ""
-
-    @property
-    def why_refused(self) -> str:
-        """Why the ranks have refused the plan, as a worker of this node says it."""
-        records = member_records(self._run_dir, self._seats).values()
-        return next((each.why_refused for each in records if each is not None and each.why_refused), "they do not say")
+    def has_come(self) -> bool:
+        """Whether the workers of this node are known to have come to the plan."""
+        return all(each is not None and each.version >= self.plan.version for each in self._records())
 
     def look(self) -> ChangeEnd | None:
         """Look at the workers of this node and at what other nodes say, and act on it; how the change has ended, if so.
@@ -157,52 +147,65 @@ class LiveChange:
         return self.end
 
     def _looked(self) -> ChangeEnd | None:
-        state = self._state()
-        self.tell(state, self.why_refused if state in ("refused", "sent-away") else "")
-        stage = self._stage()
+        row = self._row_now()
+        self._tell(row)
+        stage = self._stage(row)
+        now = time.monotonic()
         if stage.kind == "ready" and not self.is_told and not self.is_joining:
-            self.is_told, self._told_at = True, time.monotonic()
+            self.is_told, self._told_at = True, now
             self._on_ready()
-        if stage.kind in ("applied", "refused", "sent-away") or (stage.kind == "failed" and not self.is_told):
-            return ChangeEnd(kind=stage.kind, why=stage.why)
-        if state == "warming" and self.seconds > _WARM_SECONDS:
+        if stage.kind in ("applied", "refused") or (stage.kind == "failed" and not self.is_told):
+            return ChangeEnd(kind=stage.kind, why=stage.why, refused=stage.refused)
+        if row.state == "warming" and self.seconds > _WARM_SECONDS:
             return ChangeEnd(kind="failed", why=f"its workers are not ready after {_WARM_SECONDS:.0f} seconds")
-        if self.is_told and time.monotonic() > self._told_at + self._limit_seconds:
-            is_applied = state == "applied"
+        is_applied = row.state == "applied"
+        if not is_applied and self._have_agreed():  # it comes once they begin their next step
+            self._told_at = now
+        if self.is_told and now > self._told_at + self._limit_seconds:
             which = "other nodes do not say that they have" if is_applied else "no boundary between two steps has come"
             return ChangeEnd(
                 kind="late", why=f"{which} within {self._limit_seconds:.0f} seconds of membership {self.plan.version}"
             )
         return None
 
-    def tell(self, state: RowState, why: str = "") -> None:
-        """Tell the other nodes how far the workers of this node are, where that is new."""
-        row = ChangeRow(node_id=self._node_id, version=self.plan.version, state=state, why=why)
+    def tell_failed(self, why: str) -> None:
+        """Tell the other nodes that the workers of this node, which were to join, do not."""
+        self._tell(ChangeRow(node_id=self._node_id, version=self.plan.version, state="failed", why=why))
+
+    def _tell(self, row: ChangeRow) -> None:
         if row != self._row:
             self._row = row
             self._board.tell_quietly(_ROWS, asdict(row))
 
-    def _state(self) -> RowState:
-        outcome = self.outcome
-        if outcome == "applied":
-            return "applied"
+    def _row_now(self) -> ChangeRow:
+        """How far the workers of this node are."""
+        version, records = self.plan.version, self._records()
+        row = ChangeRow(node_id=self._node_id, version=version, state="waiting")
+        if self.has_come:
+            return replace(row, state="applied")
         if self.is_joining:
-            records = member_records(self._run_dir, self._seats).values()
-            is_ready = all(each is not None and each.ready >= self.plan.version for each in records)
-            return "ready" if is_ready else "warming"
-        if outcome == "refused":
-            return "sent-away" if self._sends_away and self.joined else "refused"
-        return "told" if self.is_told else "waiting"
+            is_ready = all(each is not None and each.ready >= version for each in records)
+            return replace(row, state="ready" if is_ready else "warming")
+        by = next((each for each in records if each is not None and each.refused >= version), None)
+        if by is None:
+            return row
+        nodes = {member.seat: member.node_id for member in self.plan.members}
+        refused = dict.fromkeys(nodes[seat] for seat in by.refused_seats if seat in nodes)
+        return replace(row, state="refused", why=by.why_refused or "they do not say why", refused=tuple(refused))
 
-    def _stage(self) -> ChangeStage:
+    def _have_agreed(self) -> bool:
+        return any(each is not None and each.agreed >= self.plan.version for each in self._records())
+
+    def _records(self) -> list[MemberRecord | None]:
+        return [*member_records(self._run_dir, self._seats).values()]
+
+    def _stage(self, own: ChangeRow) -> ChangeStage:
         try:
-            told = self._board.told(_ROWS).values()
+            told = self._board.values_of(_ROWS).values()
             rows = [record_of(ChangeRow, row) for row in told]
         except (BoardGone, ValueError):
             rows = []
-        if not rows and self._row is not None:
-            rows = [self._row]
-        return stage_of(self.plan, self.joined, rows)
+        return stage_of(self.plan, self.joined, rows or [own])
 
 
 # --- what an agent knows of the members of its job -------------------------------------------------------------------
@@ -217,6 +220,7 @@ class Membership:
         """The plan by which the workers of this node train; None before the first, and while they warm up to join."""
         self.change: LiveChange | None = None
         """The change that is under way, in which workers go on."""
+        self._then: LiveChange | None = None  # that follows once it is over
         self.wants_meeting = False
         """Whether all nodes are to meet again, as workers do not come to a plan."""
         self.places: tuple[str, ...] = ()
@@ -225,6 +229,8 @@ class Membership:
         """The boards of rounds that nodes have left whose workers train until the change that is under way."""
         self._version = self._written = 0  # of the newest plan that is known, and that workers have been told
         self._refusal = ""  # why the ranks have refused the last plan, where members are now to change by a restart
+        self._refused: tuple[str, ...] = ()  # the nodes without which the ranks go on, and why
+        self._why_refused = ""
         self._unsettled = ""  # why nobody knows by which plan workers train
         self._how_told = ""
         self._why_told: str | None = None  # on the present board
@@ -263,18 +269,23 @@ class Membership:
     def begin(self, settled: RoundStart) -> None:
         """Take the plan with which all workers are started, and tell of it."""
         self.plan, self.leavers = settled.plan, []
-        self._refusal = self._unsettled = ""
+        self._forget_refusal()
+        self._unsettled = ""
         self.write(settled.plan)
 
     def take(self, plan: MembershipPlan) -> None:
         """Take a plan that the workers of this node have come to, and release what served those before."""
         if self.plan is None or not plan.has_members_of(self.plan):  # else groups need not have been formed anew
             self._meeting.forget_earlier(but=plan.store)
-        self.plan, self.change, self._refusal = plan, None, ""
+        self.plan, self.change, self._then = plan, self._then, None
+        self._forget_refusal()
         self._meeting.passed_over = frozenset()
         for each in self.leavers:
             each.post_quietly("begun", True)
         self.leavers = []
+
+    def _forget_refusal(self) -> None:
+        self._refusal, self._refused, self._why_refused = "", (), ""
 
     def write(self, plan: MembershipPlan) -> None:
         """Write the plan's file, then tell of it: who reads the event finds the plan that it names."""
@@ -327,7 +338,7 @@ class Membership:
             self._why_told = own
             board.tell_quietly("why-restart", own)
         try:
-            told = board.told("why-restart")
+            told = board.values_of("why-restart")
         except BoardGone:
             told = {}
         silent = self.member_places() - told.keys()
@@ -350,6 +361,8 @@ class Membership:
             unsettled=self._unsettled,
             choice=self.choice,
             leaving=tuple(node for board in boards for node in _leaving_on(board)),
+            refused=self._refused,
+            why_refused=self._why_refused,
         )
 
     def see(self, words: Sequence[NodeWords], settled: RoundStart) -> None:
@@ -370,42 +383,50 @@ class Membership:
 
     def change_to(self, settled: RoundStart, board: RoundBoard, earlier: Sequence[RoundBoard]) -> None:
         """Begin a change to the plan that nodes have settled on; nodes may have left on the ``earlier`` boards."""
-        decision, plan = settled.decision, settled.plan
-        self._version = plan.version
-        self.leavers = [each for each in earlier if _leaving_on(each)] if decision.left else []
-        joined = decision.joined if decision.kind == "live" else ()
+        joined = settled.decision.joined
+        plans = [settled.plan, *([] if settled.then is None else [settled.then])]
+        self._version = plans[-1].version
+        self.leavers = [each for each in earlier if _leaving_on(each)] if settled.decision.left else []
+        changes = [self._change_by(plan, joined if plan is plans[-1] else (), board) for plan in plans]
+        if changes[-1].is_joining:  # what others do before is nothing to it
+            self.change = changes[-1]
+            self.write(plans[-1])
+        else:
+            self.change, self._then = changes[0], changes[1] if len(changes) > 1 else None
 
+    def _change_by(self, plan: MembershipPlan, joined: Sequence[str], board: RoundBoard) -> LiveChange:
         def tell_workers() -> None:
             self.write(plan)
             for each in self.leavers:
                 each.post_quietly("plan", plan.to_json())
-            self._meeting.passed_over = self.places_of(joined)
+            # Who does not train yet may come and go: the ranks decide on the plan without a word of it.
+            self._meeting.passed_over = frozenset(range(len(self.places))) - self.member_places()
 
-        self.change = LiveChange(
+        return LiveChange(
             plan,
             joined=joined,
             node_id=self._node_id,
             board=board,
             run_dir=self._run_dir,
             limit_seconds=self._launch.shutdown_seconds,
-            sends_away=self.choice == "live",
             on_ready=tell_workers,
         )
-        if self.change.is_joining:
-            self.write(plan)
 
     def settle(self) -> MembershipPlan | None:
         """Let go of the change under way, as nodes meet again; gives its plan if workers here have come to it."""
-        change, self.change = self.change, None
+        change, self.change, self._then = self.change, None, None
         if change is None or not (change.is_told or change.is_joining):
             return None
-        outcome, version = change.outcome, change.plan.version
-        if outcome == "applied":
+        end = change.look()
+        if change.has_come:
             return change.plan
-        if outcome == "refused" and not (self.choice == "live" and change.joined):
-            self._refusal = f"the ranks have refused membership {version}: {change.why_refused}"
-        elif outcome != "refused" and change.is_told:
-            self._unsettled = self._unsettled or f"membership {version} was under way as nodes met again"
+        if change.is_joining:
+            return None
+        if end is not None and end.kind == "refused":
+            self._note_refusal(change.plan.version, end)
+        else:
+            words = f"membership {change.plan.version} was under way as nodes met again"
+            self._unsettled = self._unsettled or words
         return None
 
     # ---- while a change is under way ----
@@ -429,51 +450,53 @@ class Membership:
             return change.plan  # by which nothing changes
         words = f"membership {version} does not come"
         if end.kind in ("refused", "late"):
-            self._fall_back(version, end)
+            if end.kind == "refused":
+                self._note_refusal(version, end)
+            else:
+                self._unsettled = end.why
+            self.wants_meeting = True
             words += ", and all nodes meet again"
-        self.change, self._meeting.passed_over = None, frozenset()
+        self.change, self._then, self._meeting.passed_over = None, None, frozenset()
         self._journal.tell("members-refused", f"{words}: {end.why}", plan=version)
         return None
 
-    def _fall_back(self, version: int, end: ChangeEnd) -> None:
-        """Have all nodes meet again, and all workers started anew."""
-        if end.kind == "refused":
-            self._refusal = f"the ranks have refused membership {version}: {end.why}"
+    def _note_refusal(self, version: int, end: ChangeEnd) -> None:
+        """Note for the next meeting that the ranks have refused a plan, and whether they go on without some nodes."""
+        if end.refused:
+            self._refused, self._why_refused = end.refused, end.why
         else:
-            self._unsettled = end.why
-        self.wants_meeting = True
+            self._refusal = f"the ranks have refused membership {version}: {end.why}"
 
     # ---- leaving ----
 
     def leave(self, board: RoundBoard, *, is_live: bool) -> None:
         """Tell the other nodes that this one leaves; with ``is_live`` its workers go on until a plan without it."""
         if is_live:
-            self.drain(board)
+            board.tell_quietly(_DRAINING, asdict(LeavingNode(node_id=self._node_id, why_restart=self.why_restart())))
         board.tell_quietly(_LEAVING, self._node_id)
-
-    def drain(self, board: RoundBoard) -> None:
-        """Tell the other nodes that this one leaves as they meet again, and that its workers go on until then."""
-        board.tell_quietly(_DRAINING, asdict(LeavingNode(node_id=self._node_id, why_restart=self.why_restart())))
 
 
 def _leaving_on(board: RoundBoard) -> list[LeavingNode]:
     """The nodes that have told on a board that they leave, and whose workers go on until then."""
     try:
-        return [record_of(LeavingNode, row) for row in board.told(_DRAINING).values()]
+        return [record_of(LeavingNode, row) for row in board.values_of(_DRAINING).values()]
     except (BoardGone, ValueError):
         return []
 
 
 def planned_in_words(settled: RoundStart) -> str | None:
     """How members are to change, in a sentence; None where there is nothing to say."""
-    plan, decision = settled.plan, settled.decision
+    plan, then, decision = settled.plan, settled.then, settled.decision
     if decision.kind == "start":
         return f"all workers are started anew, as {decision.why}" if decision.why else None
+    kept_out = f"{', '.join(decision.kept_out)} does not join, as {decision.why}" if decision.kept_out else ""
     if decision.kind == "same":
-        who = f"{', '.join(decision.joined)} does not join, as {decision.why}" if decision.joined else "nobody joins"
-        return f"the members stay as they are: {who}" if decision.joined or decision.takes_back else None
-    warming = "; its workers warm up while training goes on" if decision.joined else ""
-    return f"membership {plan.version} is planned, and no worker is restarted: {plan.reason}{warming}"
+        says = bool(kept_out) or decision.takes_back
+        return f"the members stay as they are: {kept_out or 'nobody joins'}" if says else None
+    words = f"membership {plan.version} is planned, and no worker is restarted: {plan.reason}"
+    words += "" if then is None else f"; then membership {then.version}: {then.reason}"
+    words += "; its workers warm up while training goes on" if decision.joined else ""
+    return f"{words}; {kept_out}" if kept_out else words
 
 
 # --- nodes that somebody wants to leave ------------------------------------------------------------------------------
@@ -486,7 +509,13 @@ class Drain:
     node: str
     """The node's id, or the name of its host where the job has one node there."""
     after_join: bool = False
-    """Whether the node stays until another joins, and leaves as that is in."""
+    """Whether the node stays until another has joined."""
+    known: tuple[str, ...] = ()
+    """The nodes of the job as this was asked."""
+
+    def is_due(self, plan: MembershipPlan) -> bool:
+        """Whether the node is to leave now, where ``plan`` is in force."""
+        return not self.after_join or any(node.node_id not in self.known for node in plan.nodes)
 
 
 def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int) -> str:
@@ -497,15 +526,15 @@ def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int) -> str:
         raise ValueError(f"node {drain.node} is not in the job; its nodes are {', '.join(nodes)}")
     if len(found) > 1:
         raise ValueError(f"{drain.node} has several nodes of the job; name one of {', '.join(found)}")
-    if len(nodes) == 1:
+    if len(nodes) == 1 and not drain.after_join:
         raise ValueError(
-            f"node {found[0]} is the only one of the job, and the state of training would go with it; have another "
-            "node join first, or stop its agent to end the job"
+            f"node {found[0]} is the only one of the job, and the state of training would go with it; with "
+            "--after-join the node leaves once another has joined, and to end the job stop its agent"
         )
     if len(nodes) <= min_nodes and not drain.after_join:
         raise ValueError(
-            f"the job has {len(nodes)} nodes and needs {min_nodes} (--nnodes); with --after-join the node leaves as "
-            "another joins"
+            f"the job has {len(nodes)} nodes and needs {min_nodes} (--nnodes); with --after-join the node leaves once "
+            "another has joined"
         )
     return found[0]
 
@@ -515,16 +544,21 @@ class Drains:
 
     def __init__(self) -> None:
         self._requests: deque[Drain] = deque()
+        self._followed: dict[str, Drain] = {}  # by node, until it has left
 
     def add(self, drain: Drain) -> None:
         """Hand over a request; its ``node`` is an id."""
         self._requests.append(drain)
 
-    def tell(self, board: RoundBoard) -> None:
-        """Tell the nodes of a round of the requests that have come since."""
+    def tell(self, board: RoundBoard, plan: MembershipPlan) -> None:
+        """Tell the nodes of a round of the requests to this agent, again in each round until the node has left."""
         while self._requests:
             drain = self._requests.popleft()
-            board.post_quietly(f"{_DRAIN}/{drain.node}", asdict(drain))
+            self._followed[drain.node] = drain
+        here = {node.node_id for node in plan.nodes}
+        self._followed = {node: drain for node, drain in self._followed.items() if node in here}
+        for node, drain in self._followed.items():
+            board.post_quietly(f"{_DRAIN}/{node}", asdict(drain))
 
     def of(self, node_id: str, board: RoundBoard) -> Drain | None:
         """The request that a node leaves, as somebody has told it on the board; None where nobody has."""
@@ -544,7 +578,7 @@ def members_requests(
         asked = record_of(Drain, request, place="members-drain.")
         plan = MembershipPlan.from_json(read_at_most(run_dir / MEMBERSHIP_FILE, MOST_BYTES).decode())
         node = drained_node(plan, asked, min_nodes=min_nodes)
-        drains.add(replace(asked, node=node))
+        drains.add(replace(asked, node=node, known=tuple(each.node_id for each in plan.nodes)))
         return {"node": node}
 
     return {"members-drain": drain}

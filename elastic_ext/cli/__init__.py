@@ -13,7 +13,7 @@
     elastic-ext events [RUN_DIR] --follow      what has happened, and what does
 
     elastic-ext members [--job NAME]           who trains, who warms up to join, how members can change, and have
-    elastic-ext members drain NODE             have a node leave; with --after-join as another joins
+    elastic-ext members drain NODE             have a node leave; with --after-join after one joined
 
     elastic-ext tuning log                     what the tuner has decided, why, and what came of it
     elastic-ext tuning pause|resume|undo       have it wait, go on, or take its last change back

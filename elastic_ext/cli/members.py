@@ -43,7 +43,7 @@ def add_members(parser: argparse.ArgumentParser) -> None:
     drain = parser.add_subparsers().add_parser("drain", help=_DRAIN, description=_DRAIN)
     _add_place(drain, default=argparse.SUPPRESS)
     drain.add_argument("node", metavar="NODE", help="the node's id, or the name of its host")
-    drain.add_argument("--after-join", action="store_true", help="leave as another node joins, and not before")
+    drain.add_argument("--after-join", action="store_true", help="leave once another node has joined")
     drain.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="a JSON object")
     drain.set_defaults(command="drain")
 
@@ -84,7 +84,7 @@ def _drain(job: JobHere, options: argparse.Namespace, terminal: Terminal) -> int
         raise ValueError(f"no agent of job {job.name} runs on this machine; run this command on one of its nodes")
     request = {"do": "members-drain", "node": options.node, "after_join": options.after_join}
     node = str(ask(Path(agents[0].socket), request).get("node", options.node))
-    when = "as another node joins" if options.after_join else "now"
+    when = "once another node has joined" if options.after_join else "now"
     terminal.tell({"node": node, "after_join": options.after_join}, f"{node} is told to leave {when}")
     return _DONE
 

@@ -663,7 +663,7 @@ class Agreement:
             members=members,
             fresh=is_fresh or members > self._told_members,
             proposing=rounds.proposing,
-            asking=self._ranks.rank == 0 and self._lag.is_due(now),
+            asks_for_lag=self._ranks.rank == 0 and self._lag.is_due(now),
             stop=self._stop_wanted and not self._stopping,
             save=self._save_wanted,
             leave=self._has_to_tell_of_leaving,
@@ -696,7 +696,7 @@ class Agreement:
         self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
         if gathered.proposing or (gathered.fresh and gathered.lowest_held > self._rounds.newest_agreed.version):
             self._keep_applied(self._rounds.hold_round(self._place))
-        elif gathered.asking:
+        elif gathered.asks_for_lag:
             self._name_laggards(gathered)
 
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:

@@ -113,7 +113,7 @@ def why_not_members(plan: MembershipPlan, seats: Sequence[int]) -> str | None:
 
 
 def differences(mine: Mapping[str, Any], others: Mapping[str, Any], *, most: int = 5) -> str:
-    """In what a worker that joins differs from those that train, in words; empty where it does in nothing."""
+    """The differences between a worker that joins and those that train, in words; empty where there are none."""
     unlike = [
         f"{name} is {shown(mine.get(name), 200)} here and {shown(others.get(name), 200)} there"
         for name in dict.fromkeys([*others, *mine])

@@ -92,6 +92,10 @@ class NodeWords:
     """When this is said, seconds since 1970; the plan has the time of the first node."""
     leaving: tuple[LeavingNode, ...] = ()
     """The nodes that leave, as this node has heard of them."""
+    refused: tuple[str, ...] = ()
+    """The nodes that the ranks have refused to take in, for what their workers are or have not answered."""
+    why_refused: str = ""
+    """Why the ranks have refused them, a sentence."""
 
     def to_row(self) -> dict[str, Any]:
         """These values for JSON, by field."""
@@ -131,19 +135,16 @@ class MeetingDecision:
     """``start``: all workers are started, those that run are ended first. ``live``: the workers of who stays go on.
     ``same``: they go on, and nobody joins or leaves."""
     why: str = ""
-    """Of ``start``, why members do not change live, or of ``same``, why who wants to join does not: a sentence. Empty
-    where there is nothing to say, as after a failure."""
+    """Why members do not change live (``start``), or else why those who are kept out are: a sentence. Empty where there
+    is nothing to say, as after a failure."""
     joined: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    kept_out: tuple[str, ...] = ()
+    """The nodes that have met the others and do not join."""
     holder: str = ""
     """The node that has the store in which the workers of the next plan find each other."""
     takes_back: bool = False
     """Whether workers have been told a plan that does not come: they are told one with the members of now."""
-
-    @property
-    def has_store(self) -> bool:
-        """Whether the next plan has a store of its own."""
-        return self.kind == "live" or self.takes_back
 
 
 def in_force(words: Sequence[NodeWords]) -> MembershipPlan | None:
@@ -165,21 +166,30 @@ def decide_members(words: Sequence[NodeWords]) -> MeetingDecision:
     start = MeetingDecision(kind="start", joined=joined, left=left)
     if {*left} - leaving.keys() or not all(each.keeps_workers and not each.has_failed for each in stay):
         return start  # some have failed or are lost, and nobody could go on
-    if unsettled := _first([each.unsettled for each in stay]):
-        return replace(start, why=unsettled)
-    whys = [each.why_restart for each in words] + [leaving[node].why_restart for node in left]
-    others = [each for each in stay if each.plan is None or each.plan.version != plan.version]
-    whys += [f"{each.node_id} has another membership plan in force" for each in others]
-    goes_on = MeetingDecision(
-        kind="same",
+    others = [each for each in words if each.plan != plan and (each in stay or each.plan is not None)]
+    unsettled = [each.unsettled for each in stay]
+    if why := _first([*unsettled, *(f"{each.node_id} has another membership plan in force" for each in others)]):
+        return replace(start, why=why)
+    refused = {node for each in stay for node in each.refused}
+    kept_out = tuple(node for node in joined if node in refused)
+    joined = tuple(node for node in joined if node not in refused)
+    why_kept_out = _first([each.why_refused for each in stay]) if kept_out else ""
+    whys = [each.why_restart for each in words if each.node_id not in kept_out]
+    whys += [leaving[node].why_restart for node in left]
+    if (joined or left) and (why := _first(whys)):
+        if left or not any(each.choice == "live" for each in stay):
+            return replace(start, why=why)
+        joined, kept_out, why_kept_out = (), (*kept_out, *joined), why
+    is_change = bool(joined or left)
+    return MeetingDecision(
+        kind="live" if is_change else "same",
+        why=why_kept_out,
         joined=joined,
+        left=left,
+        kept_out=kept_out,
         holder=next((node for node in known if node in now), ""),
-        takes_back=any(each.written > plan.version for each in stay),
+        takes_back=not is_change and any(each.written > plan.version for each in stay),
     )
-    if why := _first(whys):
-        is_kept_out = joined and not left and any(each.choice == "live" for each in stay)
-        return replace(goes_on, why=why) if is_kept_out else replace(start, why=why)
-    return replace(goes_on, kind="live", left=left, takes_back=False) if joined or left else goes_on
 
 
 def _first(sentences: Sequence[str]) -> str:
@@ -197,6 +207,8 @@ class RoundStart:
     """Whether the job is done: the workers of all nodes that were in it had ended well as the nodes met."""
     is_old: bool
     """Whether any of the nodes was in an earlier round; a node that was not then joins a job under way."""
+    then: MembershipPlan | None = None
+    """The plan by which nodes join, where ``plan`` is the one by which others leave, and comes into force before it."""
 
     @property
     def is_as_before(self) -> bool:
@@ -207,25 +219,24 @@ class RoundStart:
 def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") -> RoundStart:
     """The plan and the count of failures for a new round, from the words of all its nodes in the order of their places.
 
-    Pure, so that every node comes to the same; ``store`` goes into the plan where the decision has one.
+    Pure, so that every node comes to the same; ``store`` is for the workers of a plan to be come to live.
     """
     decision, plan = decide_members(words), in_force(words)
     version = max(each.version for each in words) + 1
     has_failed = any(each.has_failed for each in words)
     counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
+    lost: list[str] = []
     if decision.kind == "start":
         now = [each.node_id for each in words]
         lost = [] if plan is None else [node.node_id for node in plan.nodes if node.node_id not in now]
         reason = "the job starts" if version == 1 else _why(decision.joined, lost, has_failed)
-        next_plan = MembershipPlan(version=version, nodes=_shares(words), reason=reason, time=words[0].time)
+        plans = [MembershipPlan(version=version, nodes=_shares(words), reason=reason, time=words[0].time)]
     else:
-        lost = []
         assert plan is not None, "somebody trains who goes on"
-        next_plan = plan
-        if decision.has_store:
-            next_plan = _live(plan, words, decision, version=version, store=store)
+        plans = _live(plan, words, decision, version=version, store=store) or [plan]
     return RoundStart(
-        plan=next_plan,
+        plan=plans[0],
+        then=plans[1] if len(plans) > 1 else None,
         decision=decision,
         num_failures=min(count(counted, num_lost=len(lost)), max_restarts),
         is_finished=plan is not None and all(each.is_finished for each in words if each.plan is not None),
@@ -234,32 +245,31 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
 
 
 def _live(
-    plan: MembershipPlan,
-    words: Sequence[NodeWords],
-    decision: MeetingDecision,
-    *,
-    version: int,
-    store: str,
-) -> MembershipPlan:
-    """The plan to be come to live; with the members of now where it takes another one back.
+    plan: MembershipPlan, words: Sequence[NodeWords], decision: MeetingDecision, *, version: int, store: str
+) -> list[MembershipPlan]:
+    """The plans to be come to live, one after the other; or the members of now, where they take another plan back.
 
-    Its generation is as far ahead as its version: those of plans that did not come are used by nobody else.
+    Who leaves does not wait until who joins is ready: that may take long, and nodes that leave have little time.
     """
-    joined = decision.joined if decision.kind == "live" else ()
-    shares = [
+    joined = [
         NodeShare(node_id=each.node_id, host=each.host, first_rank=0, num_workers=each.num_workers)
         for each in words
-        if each.node_id in joined
+        if each.node_id in decision.joined
     ]
-    reasons = [f"{node} joins" for node in joined] + [f"{node} leaves" for node in decision.left]
-    found = plan.changed(
-        joined=shares,
-        left=decision.left,
-        reason=", ".join(reasons) or f"the membership stays as it was: {decision.why or 'nobody joins or leaves'}",
-        time=words[0].time,
-        store=store,
-    )
-    return replace(found, version=version, generation=plan.generation + version - plan.version)
+    # Generations are as far ahead as versions: those of plans that did not come are used by nobody else.
+    last = replace(plan, version=version - 1, generation=plan.generation + version - 1 - plan.version)
+    found: list[MembershipPlan] = []
+    if decision.takes_back:
+        reason = f"the membership stays as it was: {decision.why or 'nobody joins or leaves'}"
+        return [last.changed(reason=reason, time=words[0].time, store=plan.store)]
+    if decision.left:
+        reason = ", ".join(f"{node} leaves" for node in decision.left)
+        found.append(last.changed(left=decision.left, reason=reason, time=words[0].time, store=store))
+    if joined:
+        reason = ", ".join(f"{node} joins" for node in decision.joined)
+        last = found[0] if found else last
+        found.append(last.changed(joined=joined, reason=reason, time=words[0].time, store=store))
+    return found
 
 
 def count(rows: Sequence[Counted], *, num_lost: int) -> int:
@@ -283,10 +293,9 @@ def _why(joined: Collection[str], lost: Collection[str], has_failed: bool) -> st
 
 # --- how far a change is that workers go on in, by what the nodes say while it goes on -------------------------------
 
-RowState = Literal["waiting", "warming", "ready", "failed", "told", "applied", "refused", "sent-away"]
-"""What a node's workers have come to. Of one that stays: ``waiting`` for those that join, ``told`` the plan, then
-``applied`` or ``refused``, which is ``sent-away`` where the others are to go on without those that join. Of one that
-joins: ``warming`` up, ``ready``, then ``applied``; or ``failed`` before that."""
+RowState = Literal["waiting", "warming", "ready", "failed", "applied", "refused"]
+"""What a node's workers have come to: of one that joins ``warming`` up, then ``ready``, or ``failed`` before that; of
+one that stays ``waiting`` for those and for the plan, then ``applied`` or ``refused``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,31 +306,40 @@ class ChangeRow:
     version: int
     state: RowState
     why: str = ""
-    """Of ``failed``, ``refused`` and ``sent-away``: the reason, a sentence."""
+    """The reason for ``failed`` and ``refused``, a sentence."""
+    refused: tuple[str, ...] = ()
+    """The nodes whose workers are the reason for ``refused``: the others are to go on without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeStage:
     """How far a change is on all nodes together."""
 
-    kind: Literal["warming", "ready", "failed", "refused", "sent-away", "applied"]
+    kind: Literal["warming", "ready", "failed", "refused", "applied"]
     """``ready``: all that join are, and workers are told the plan. ``failed``: who joins did before that."""
     why: str = ""
+    refused: tuple[str, ...] = ()
 
 
 def stage_of(plan: MembershipPlan, joined: Collection[str], rows: Sequence[ChangeRow]) -> ChangeStage:
-    """How far the change to ``plan`` is, by the newest rows of all nodes that have said something."""
+    """How far the change to ``plan`` is, by the newest rows of all nodes that have said something.
+
+    Who says something of a newer plan has seen that all came to this one.
+    """
     states = {each.node_id: each for each in rows if each.version == plan.version}
-    for kind in ("sent-away", "refused", "failed"):
-        found = [each for each in states.values() if each.state == kind]
-        if found:
-            who = f"{', '.join(sorted(each.node_id for each in found))}: " if kind == "failed" else ""
-            return ChangeStage(kind=kind, why=f"{who}{found[0].why}")
-    reached = [states[node.node_id].state if node.node_id in states else "waiting" for node in plan.nodes]
-    if all(each == "applied" for each in reached):
+    if refused := [each for each in states.values() if each.state == "refused"]:
+        return ChangeStage(kind="refused", why=refused[0].why, refused=refused[0].refused)
+    if failed := [each for each in states.values() if each.state == "failed"]:
+        who = ", ".join(sorted(each.node_id for each in failed))
+        return ChangeStage(kind="failed", why=f"{who}: {failed[0].why}")
+    are_in = {
+        each.node_id
+        for each in rows
+        if each.version > plan.version or (each.version == plan.version and each.state == "applied")
+    }
+    if are_in >= {node.node_id for node in plan.nodes}:
         return ChangeStage(kind="applied")
-    are_ready = all(node in states and states[node].state in ("ready", "applied") for node in joined)
-    if are_ready:
+    num_ready = sum(node in are_in or (node in states and states[node].state == "ready") for node in joined)
+    if num_ready == len(joined):
         return ChangeStage(kind="ready")
-    num_ready = sum(node in states and states[node].state in ("ready", "applied") for node in joined)
     return ChangeStage(kind="warming", why=f"of the nodes that join {num_ready} of {len(joined)} are ready")

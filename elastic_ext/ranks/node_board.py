@@ -10,7 +10,7 @@
     begun             the nodes of the next round have begun it; until then a node that leaves waits
     change/<node>     how far the workers of that node are with a change in which they go on
     why-restart/<node>  why members can change by a restart alone, as far as that node knows; empty where they can live
-    drain/<id>        the node with that id is to leave
+    drain/<id>        the node with that id is to leave, at once or after another has joined
     any-failed        some node has said under `failed` that workers of it did
     over              why the job has failed and ends on all nodes, from the node that found it
     finished/<node>   all workers of that node have ended well
@@ -107,6 +107,6 @@ class RoundBoard(Board):
     def who_told(self, *names: str) -> frozenset[int]:
         """The places of nodes that have a message under one of these names; none if the store is gone."""
         try:
-            return frozenset(place for name in names for place in self.told(name))
+            return frozenset(place for name in names for place in self.values_of(name))
         except BoardGone:
             return frozenset()

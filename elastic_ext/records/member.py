@@ -28,10 +28,14 @@ class MemberRecord(JsonRecord):
     """The version of the membership plan by which this worker trains; 0 where it knows of none."""
     ready: int = 0
     """The version of the plan that this worker, which joins, is ready to join; 0 for all others."""
+    agreed: int = 0
+    """The version of the newest plan that the ranks have agreed on: they come to it as their next step begins."""
     refused: int = 0
     """The version of the newest plan that the ranks have refused; 0 where they have refused none."""
     why_refused: str = ""
     """Why they have refused it, a sentence that names the rank."""
+    refused_seats: tuple[int, ...] = ()
+    """The seats of those workers that were to join for whose sake they have refused it; none where it is not theirs."""
 
 
 def member_file(run_dir: Path, seat: int) -> Path:

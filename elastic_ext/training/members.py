@@ -58,6 +58,7 @@ from elastic_ext.torch_private.groups import groups_made
 from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
+from .checks import SamplersOfBefore
 
 if TYPE_CHECKING:
     from .training import Training
@@ -152,13 +153,15 @@ class TrainingMembers:
         self.form_seconds = FORM_SECONDS
         """How long ranks wait for each other where they form groups."""
         self._why_restart = ""
-        self._ready = self._refused = 0
+        self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
+        self._refused_seats: list[int] = []
         self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
         self._wanted_since = 0.0
         self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
         self._pending: _Pending | None = None
         self._on_world = on_world
+        self._samplers = SamplersOfBefore()
 
     # ---- from the start to the end ----
 
@@ -170,7 +173,7 @@ class TrainingMembers:
         self._watcher.start()
         if self.joins:
             return
-        held = self._watcher.held
+        held = self._watcher.newest
         known = held.version if held is not None and self._is_in_force(held) else 0
         versions = self._follower.ranks.gather(str(known).encode(), "comparing membership plans")
         self.version = min(map(int, versions))
@@ -209,7 +212,7 @@ class TrainingMembers:
         began = time.perf_counter()
         follower.agreement.meet(Purpose.MEMBERS)
         assert self._watcher is not None
-        plan = self._watcher.held
+        plan = self._watcher.newest
         assert plan is not None
         groups: Generation | None = None
         why_not, why_later, own = "", self._why_later(plan), ""
@@ -241,12 +244,12 @@ class TrainingMembers:
     def _agree(self, plan: MembershipPlan, groups: Generation, began: float) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
-        why = self._call(plan, groups) if ranks.rank == 0 else ""
-        why = ranks.broadcast(why.encode(), 0, _CALLING).decode()
+        why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
+        why, absent = json.loads(ranks.broadcast(json.dumps([why, absent]).encode(), 0, _CALLING))
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
-            self._refuse(plan.version, why)
+            self._refuse(plan.version, why, seats=absent)
             return
         worlds = self._worlds(plan)
         self._pending = pending = _Pending(
@@ -258,8 +261,10 @@ class TrainingMembers:
             seconds=time.perf_counter() - began,
         )
         if pending.new_rank is not None:
-            self._training.session.cut_batches(num_ranks=plan.world_size, rank=pending.new_rank)
+            self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
         self._training.steps.change_first(self._apply_in_step)
+        self._agreed = plan.version
+        self._write()
 
     def _drawn(self, plan: MembershipPlan) -> Sequence[Mapping[str, Any]]:
         """The states of random generators from which the ranks of ``plan`` go on; with all old ranks."""
@@ -322,9 +327,12 @@ class TrainingMembers:
         self._considered = plan, groups
         return groups
 
-    def _refuse(self, version: int, why: str) -> None:
-        """Note that all ranks have refused a plan; training goes on as before."""
-        self._refused, self._why_refused = version, why
+    def _refuse(self, version: int, why: str, *, seats: Sequence[int] = ()) -> None:
+        """Note that all ranks have refused a plan; training goes on as before.
+
+        ``seats`` are of the workers that were to join, where it is refused for the sake of those.
+        """
+        self._refused, self._why_refused, self._refused_seats = version, why, [*seats]
         self._write()
         text = f"membership {version} was refused, the members stay as they are: {why}"
         if self._follower.ranks.rank == 0:
@@ -334,9 +342,8 @@ class TrainingMembers:
 
     # ---- the first old rank, and the joiners ----
 
-    def _call(self, plan: MembershipPlan, groups: Generation) -> str:
-        """Call the joiners of a plan; gives why one of them cannot come, empty where all can."""
-        joiners = [member for member in plan.members if member.seat not in self._seats]
+    def _call(self, plan: MembershipPlan, groups: Generation) -> tuple[str, list[int]]:
+        """Call the joiners of a plan; gives why some of them cannot come, and their seats; nothing where all can."""
         spread = self._training.spread
         assert spread.plan is not None
         call = {
@@ -346,7 +353,7 @@ class TrainingMembers:
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
         }
-        return _why_not_coming(groups.quick_board, call, joiners, self.answer_seconds)
+        return _why_not_coming(groups.quick_board, call, self._joiners(plan), self.answer_seconds)
 
     def _send_away(self, groups: Generation, why: str) -> None:
         """Tell joiners why the ranks do without them."""
@@ -369,23 +376,23 @@ class TrainingMembers:
             with self._follower.heartbeat.during(Activity.CHANGING):
                 self._apply()
 
-    def _apply_in_step(self) -> None:
+    def _apply_in_step(self) -> bool:
+        """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
-            return
+            return False
         with self._follower.heartbeat.during(Activity.CHANGING):
-            is_made = self._apply()
-        if not is_made:
-            self._training.steps.take_back_entered()
+            return not self._apply()
 
     def _apply(self) -> bool:
         """Change to the world that was agreed on; gives whether it was, else all is as before. With all old ranks."""
         pending, self._pending = self._pending, None
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
-        began = time.perf_counter()
+        began, before = time.perf_counter(), ranks.world
         old_seats, change = self._seats, None
         error: Exception | None = None
-        training.session.settle_saves()
+        if training.saving is not None:
+            training.saving.come_to_rest()
         try:
             training.spread.wait()
             why_not = training.batches.why_not_ranks(training.follower.config, pending.plan.world_size)
@@ -406,12 +413,13 @@ class TrainingMembers:
             cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         except Exception as failure:
             if not change.is_as_before:
-                training.session.give_up(_HALF)
+                training.steps.give_up(_HALF)
                 raise
             training.session.take_up_model()
             training.session.take_world(ranks.world)
             training.steps.weigh_anew()
-            self._stay(pending, f"{type(failure).__name__}: {failure}")
+            why = f"{type(failure).__name__}: {failure}"  # the ranks of before have met since
+            self._stay(pending, why, seats=[member.seat for member in self._joiners(pending.plan)])
             return False
         if pending.new_rank is None:
             self._leave(pending)
@@ -424,19 +432,20 @@ class TrainingMembers:
             "all": pending.seconds + time.perf_counter() - began,
         }
         self._tell_changed(pending.plan, old_seats, seconds, cost)
+        self._tell_of_samplers(before)
         return True
 
-    def _stay(self, pending: _Pending, why: str) -> None:
-        """Go on as before, since a change failed before anything had moved."""
+    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
+        """Go on as before, since a change failed before anything had moved; ``seats`` as ``_refuse`` has them."""
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
-        self._training.session.cut_as_config_says()
-        self._refuse(pending.plan.version, why)
+        self._training.session.cut_as_config_says(self._follower.config)
+        self._refuse(pending.plan.version, why, seats=seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
         return training.spread.prepare_regroup(
-            worlds, holder, training.optimizers, training.session.registered(), plan=plan
+            worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
     def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> None:
@@ -461,8 +470,6 @@ class TrainingMembers:
         if self._watcher is not None:
             self._watcher.warns = ranks.world.is_first_here
         training.steps.weigh_anew()
-        if training.checkpoints is not None:
-            training.checkpoints.take_world(ranks.world)
         training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
         self._write()
 
@@ -478,7 +485,7 @@ class TrainingMembers:
             "growing": training.growing.tell(),
             "seed": None if training.batches.ordered is None else training.batches.ordered.seed,
             "state": training.saved_state.tell(),
-            "saving": training.session.tell_saving(),
+            "saving": None if training.saving is None else training.saving.tell(),
             "drawn": pending.drawn,
         }
 
@@ -489,7 +496,8 @@ class TrainingMembers:
             training.batches.ordered.take_seed(told["seed"])
         training.saved_state.join(told["state"])
         training.counts.num_boundaries = told["boundaries"]
-        training.session.go_on_in_epoch_of(training.counts, is_within=told["state"]["counts"]["is_in_epoch"])
+        training.reports.count_anew()
+        training.session.epochs.join(is_within=told["state"]["counts"]["is_in_epoch"])
         agreement = training.follower.agreement
         agreement.join(JoinedAgreement(**told["agreement"]))
         config = agreement.join_config(told["config"], leaves_out=_SECTIONS_OF_PLAN)
@@ -497,7 +505,8 @@ class TrainingMembers:
         training.saved_state.go_on(told["state"])
         training.steps.num_backwards = told["backwards"]
         training.state.num_scheduled = told["schedules"]
-        training.session.join_saving(told["saving"])
+        if training.saving is not None:
+            training.saving.join(told["saving"])
         training.growing.join(told["growing"])
 
     def _leave(self, pending: _Pending) -> None:
@@ -551,6 +560,16 @@ class TrainingMembers:
             error = caught
         follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
 
+    def _tell_of_samplers(self, before: World, *, has_joined: bool = False) -> None:
+        """Warn of samplers of the script that are of the world ``before``: on who joins, and on one rank a machine."""
+        training, world = self._training, self._follower.ranks.world
+        if not (has_joined or world.is_first_here):
+            return
+        own = getattr(training.batches.loader, "sampler", None)
+        since = f"since membership {self.version} at step {self._follower.step}"
+        for text in self._samplers.look(before, world, own=own, since=since):
+            training.state.remarks.say(text, text, on_any_rank=True)
+
     # ---- a joiner ----
 
     def arrive(self) -> None:
@@ -559,8 +578,8 @@ class TrainingMembers:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
             pending, parallel = self._called()
-        began = time.perf_counter()
         training = self._training
+        began, before = time.perf_counter(), training.ranks.world
         change = self._prepared(pending.worlds, pending.holder, parallel)
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
@@ -569,6 +588,7 @@ class TrainingMembers:
         self._settle(pending, told={})
         seconds = {"forming": cost.forming_seconds, "all": time.perf_counter() - began}
         self._tell_changed(pending.plan, [], seconds, cost)
+        self._tell_of_samplers(before, has_joined=True)
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
 
@@ -608,7 +628,7 @@ class TrainingMembers:
         watcher, seat = self._watcher, self._follower.ranks.seat
         assert watcher is not None
         while True:
-            plan = watcher.held
+            plan = watcher.newest
             if plan is not None and plan.version >= max(self.joins, after + 1):
                 if plan.mode != "live" or plan.member_at(seat) is None:
                     raise ElasticError(
@@ -624,7 +644,7 @@ class TrainingMembers:
         assert watcher is not None
 
         def is_old() -> bool:
-            return plan is not None and watcher.held is not plan
+            return plan is not None and watcher.newest is not plan
 
         while not board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
             if is_old():
@@ -646,6 +666,9 @@ class TrainingMembers:
         """The seats of the present world, in the order of ranks."""
         return [name.seat for name in self._follower.ranks.names]
 
+    def _joiners(self, plan: MembershipPlan) -> list[Member]:
+        return [member for member in plan.members if member.seat not in self._seats]
+
     def _worlds(self, plan: MembershipPlan) -> Worlds:
         new = [member.seat for member in plan.members]
         return Worlds.between(self._seats, new, num_local=(self._training.spread.num_local, plan.nodes[0].num_workers))
@@ -656,7 +679,7 @@ class TrainingMembers:
 
     def _held_version(self) -> int:
         """The version of the newest live plan that this rank holds; 0 where it holds none."""
-        held = None if self._watcher is None else self._watcher.held
+        held = None if self._watcher is None else self._watcher.newest
         return 0 if held is None or held.mode != "live" else held.version
 
     def _write(self) -> None:
@@ -668,8 +691,10 @@ class TrainingMembers:
                 why_restart=self._why_restart,
                 version=self.version,
                 ready=self._ready,
+                agreed=self._agreed,
                 refused=self._refused,
                 why_refused=self._why_refused,
+                refused_seats=tuple(self._refused_seats),
             )
         )
 
@@ -750,18 +775,22 @@ def facts_of(training: Training) -> dict[str, Any]:
     return facts
 
 
-def _why_not_coming(board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float) -> str:
-    """Call the workers that join, and wait for their answers; gives why one cannot come, empty where all can."""
+def _why_not_coming(
+    board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float
+) -> tuple[str, list[int]]:
+    """Call the workers that join, and wait for their answers; gives why some cannot come, and their seats."""
     try:
         board.post(CALL, call)
         deadline = time.monotonic() + seconds
         for member in joiners:
             if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
-                return f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+                why = f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
+                return why, [member.seat]
         answers = {member.seat: str(board.read(here(member.seat))["why"]) for member in joiners}
     except BoardGone as error:
-        return str(error)
-    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in answers.items() if why)
+        return str(error), []
+    reasons = {seat: why for seat, why in answers.items() if why}
+    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), [*reasons]
 
 
 def _length_of(loader: Any) -> int | None:

@@ -23,11 +23,10 @@ from elastic_ext.profile.output import ProfileOutput, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.sampled_steps import AnalyzerSource, StepMeasurementListeners, Surveyor
+from elastic_ext.profile.sampled_steps import AnalyzerSource, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
 from elastic_ext.profile.windows import TrainingProgress, WindowAccumulator, memory_held
 from elastic_ext.ranks.world import World
-from elastic_ext.records.metrics import StepWindow
 
 from .checkpoints.checkpoints import Checkpoints, checkpoints_for
 from .checkpoints.state import TrainingState
@@ -43,12 +42,12 @@ from .checks import (
 from .facts import FactsOfJob, tell_of_model
 from .gradients.noise import Learning
 from .members import TrainingMembers, version_to_join
-from .optimizers.optimizer import ElasticLRScheduler
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
 from .options import LaunchSize
 from .parallelism import Parallelism, values_of
-from .remarks import EpochLength, remark_on_length
+from .remarks import EpochLength
+from .reports import TrainingReports
 from .session import Session, raise_on_all
 from .steps.device_memory import DeviceMemory
 from .steps.oom_guard import Guarding
@@ -135,17 +134,13 @@ def _surveyor(
     device: torch.device,
     analyzers: AnalyzerSource | None,
 ) -> Surveyor:
-    ranks, reports = follower.ranks, follower.reports
+    ranks = follower.ranks
     return Surveyor(
         timeline,
         probe,
         world=ranks.world,
         device=device,
-        listeners=StepMeasurementListeners(
-            census=reports.write_census,
-            trace=reports.write_trace,
-            calibration=reports.write_calibration,
-        ),
+        reports=follower.reports,
         why_no_census=lambda: why_no_census(model),
         needs_trace=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
         analyzers=analyzers,
@@ -176,11 +171,12 @@ def prepare(
     training.settings.take_world(training.ranks.world)
     state.remarks.take_world(training.ranks.world)
     training.gradients.optimizers = list(prepared.optimizers)
-    state.remarks.on_said = partial(_tell_remark, training)
+    training.reports = TrainingReports(training)
+    state.remarks.on_said = training.reports.tell_remark
     for kind, text in remarks_on_optimizers(training.model, training.optimizers):
         state.remarks.say(kind, text)
     for schedule in prepared.schedulers:
-        schedule.look_at_length = partial(_remark_on_length, schedule, epoch, training)
+        schedule.look_at_length = partial(training.reports.look_at_length, schedule, epoch)
     training.memory = DeviceMemory(_device_of(training.model))
     training.guarding = Guarding(training)
     training.growing = Growing(training)
@@ -190,9 +186,9 @@ def prepare(
     training.facts = FactsOfJob(training)
     training.members = TrainingMembers(training, joins=version_to_join(environ), on_world=on_world)
     training.session = session = Session(training)
-    _after_each_window(follower, session.see_window)
+    follower.reports.on_window = training.reports.see_window
     if training.spread.plan is not None:
-        training.parallelism = Parallelism(training.spread, training.optimizers, session)
+        training.parallelism = Parallelism(training)
         training.gradients.on_unused = training.spread.expect_unused
         training.gradients.before_step = session.keep_up_with_model
     training.steps = (HeartbeatSteps if follower.heartbeat.wants_micro_steps else Steps)(training)
@@ -356,28 +352,13 @@ def _recorder(training: Training) -> Recorder | None:
 def _profile_output(training: Training) -> ProfileOutput:
     """The object that shows this rank's profile; with the profiler off it only closes the sinks."""
     follower = training.follower
-    profile_output = ProfileOutput(
+    return ProfileOutput(
         follower.settings.run_dir,
         world=follower.ranks.world,
         every_seconds=follower.settings.profile_seconds,
         facts=partial(_facts_of, training),
         sinks=training.sinks,
     )
-    follower.reports.on_window = profile_output.see
-    return profile_output
-
-
-def _after_each_window(follower: ConfigFollower, look: Callable[[StepWindow], None]) -> None:
-    """Have rank 0 call ``look`` each time that it has written a profile window."""
-    on_window = follower.reports.on_window
-    assert on_window is not None
-
-    def see(window: StepWindow) -> None:
-        on_window(window)
-        if follower.ranks.rank == 0:
-            look(window)
-
-    follower.reports.on_window = see
 
 
 def _facts_of(training: Training) -> TrainingFacts:
@@ -396,26 +377,6 @@ def _facts_of(training: Training) -> TrainingFacts:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((part.device for part in model.parameters()), torch.device("cpu"))
-
-
-def _tell_remark(training: Training, text: str) -> None:
-    training.follower.reports.write_event("remark", step=training.counts.global_step, text=text, details={})
-
-
-def _remark_on_length(schedule: ElasticLRScheduler, epoch: EpochLength | None, training: Training) -> None:
-    """Say what there is to say of a schedule's length; where it may be right, not again after a resume."""
-    batch = training.batches.global_batch
-    if batch is None or epoch is None:
-        return
-    remark = remark_on_length(schedule.inner, epoch, batch, training.session.endless.max_steps)
-    doubted = training.session.doubted_lengths
-    doubted[schedule] = None if schedule in doubted else remark  # at another batch the number of steps tells nothing
-    if remark is None:
-        return
-    if not remark.may_be_right:
-        training.state.remarks.say("length of a schedule", remark.text)
-    elif not schedule.was_resumed:
-        training.state.remarks.mention("length of a schedule, maybe", remark.text)
 
 
 def _check(training: Training, scaler: Any) -> None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from elastic_ext.profile.output import Sink
     from elastic_ext.ranks.world import World
 
+    from .epochs import TrainingEpochs
     from .members import MembersChange
     from .optimizers.amp import ElasticScaler
     from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
@@ -120,19 +121,19 @@ def _in_a_sentence(method: Callable[_Arguments, _Result]) -> Callable[_Arguments
 class Epoch:
     """The context of ``with trainer.epoch():``; entering it gives the epoch's number."""
 
-    def __init__(self, session: Session, epoch: int | None) -> None:
-        self._session = session
+    def __init__(self, epochs: TrainingEpochs, epoch: int | None) -> None:
+        self._epochs = epochs
         self._epoch = epoch
 
     @_in_a_sentence
     def __enter__(self) -> int:
-        return self._session.enter_epoch(self._epoch)
+        return self._epochs.enter(self._epoch)
 
     @_in_a_sentence
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.end_epoch(error)
+        self._epochs.end(error)
 
 
 class Mutating:
@@ -295,7 +296,16 @@ class ElasticTrainer:
         self, optimizer: Optimizer, *, scaler: torch.amp.GradScaler
     ) -> tuple[ElasticOptimizer, ElasticScaler]: ...
     @overload
-    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any: ...
+    def prepare(
+        self, optimizer: Sequence[Optimizer], lr_scheduler: Sequence[LRScheduler]
+    ) -> tuple[list[ElasticOptimizer], list[ElasticLRScheduler]]: ...
+    @overload
+    def prepare(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any: ...
     @_in_a_sentence
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
@@ -382,7 +392,7 @@ class ElasticTrainer:
 
     def epoch(self, epoch: int | None = None) -> AbstractContextManager[int]:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
-        return Epoch(self._prepared, epoch)
+        return Epoch(self._prepared.epochs, epoch)
 
     def batches(self, *, max_steps: int | None = None) -> Generator[Any, None, None]:
         """The dataloader's batches, epoch after epoch, for loops that count steps; epochs begin and end by themselves.
@@ -390,7 +400,7 @@ class ElasticTrainer:
         The batches end once ``max_steps`` steps have committed, those of earlier runs included, and where some rank has
         asked to stop. A second call goes on where the loop before was left. All ranks take batches alike.
         """
-        return self._prepared.endless.batches(max_steps)
+        return self._prepared.epochs.endless.batches(max_steps)
 
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
@@ -472,7 +482,7 @@ class ElasticTrainer:
     @_in_a_sentence
     def reset(self) -> None:
         """Begin counting ``num_steps`` from zero, and the dataloader's batches too: a new epoch."""
-        self._prepared.reset()
+        self._prepared.epochs.reset()
 
     @overload
     def knob(self, name: str) -> Any: ...

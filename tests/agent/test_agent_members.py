@@ -11,101 +11,32 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.arguments import without_outer
-from elastic_ext.agent.members import Drain, drained_node
+from elastic_ext.agent.members import Drain, Drains, LiveChange, drained_node
 from elastic_ext.cli import main
+from elastic_ext.members.decision import ChangeRow
 from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import is_alive
-from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, WorkersRecord
-from tests.support.elastic_job import GLOBAL_BATCH, NUM_SAMPLES
-from tests.support.nodes import FORKING_RUN, Node, nodes, until
-from tests.support.ports import free_port
-
-JOB = ("-m", "tests.support.member_job")
-
-
-class Job:
-    """A job whose nodes meet in a store that none of them has."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.nodes: list[Node] = []
-        self._port = free_port()
-        self._store = TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
-
-    def node(self, number: int, *options: str, num_workers: int = 1, script: Sequence[str] = JOB) -> Node:
-        launch = [
-            "--nnodes=1:4",
-            f"--nproc-per-node={num_workers}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{self._port}",
-            "--rdzv-id=job",
-            "--rdzv-conf=is_host=0,last_call_timeout=2,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=30",
-            "--local-addr=127.0.0.1",
-            "--shutdown-timeout=20",
-            "--members=auto",
-            *options,
-        ]
-        arguments = [*launch, *script[:2], str(self.folder), *script[2:]]
-        self.nodes.append(Node(self.folder / f"node-{number}", arguments, launcher=FORKING_RUN))
-        return self.nodes[-1]
-
-    @contextmanager
-    def started(self, *options: str, num_workers: int = 1) -> Iterator[Node]:
-        """The first node, whose workers train."""
-        with nodes(self.node(0, *options, num_workers=num_workers)) as (first,):
-            self.wait_for(num_workers, of=first)
-            until(lambda: len([*first.run_dir.glob("member-*.json")]) == num_workers)
-            yield first
-
-    def say(self, name: str, words: str = "planted") -> None:
-        (self.folder / name).write_text(words)
-
-    def seen(self) -> dict[int, list[tuple[int, int, int, int]]]:
-        """By pid: version, rank, number of ranks and seat in each world that a worker has been in."""
-        return {pid: [row[:4] for row in rows] for pid, rows in self._rows().items()}
-
-    def _rows(self) -> dict[int, list[Any]]:
-        found = {}
-        for file in self.folder.glob("seen-*.txt"):
-            rows = [tuple(int(each) for each in line.split()) for line in file.read_text().splitlines()]
-            found[int(file.stem.removeprefix("seen-"))] = rows
-        return found
-
-    def wait_for(
-        self, world_size: int, *, version: int | None = None, of: Node | None = None
-    ) -> dict[int, tuple[int, int, int, int]]:
-        """Until as many workers live and are in one world, whose plan has that version; the last row of each by pid."""
-
-        def together() -> dict[int, tuple[int, int, int, int]] | None:
-            assert of is None or of.process.poll() is None, of.text
-            last = {pid: rows[-1] for pid, rows in self.seen().items() if rows and _is_there(pid)}
-            is_one = len({row[0] for row in last.values()}) == 1 and len(last) == world_size
-            is_one = is_one and all(row[2] == world_size for row in last.values())
-            return last if is_one and (version is None or next(iter(last.values()))[0] == version) else None
-
-        return until(together, what=f"{world_size} workers in one world: {self.seen()}")
-
-    def check_steps(self) -> None:
-        """No step is taken again."""
-        for rows in self._rows().values():
-            assert [row[4] for row in rows] == sorted(row[4] for row in rows)
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+from elastic_ext.records.member import MemberRecord, member_file
+from tests.support.member_nodes import (
+    Job,
+    check_samples,
+    end,
+    plan_of,
+    ranks_seen,
+    samples_by_step,
+    told,
+    wait_for_kind,
+)
+from tests.support.nodes import nodes, until
 
 
 @pytest.fixture
@@ -114,33 +45,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     yield made
     for node in made.nodes:  # which is seen where a test fails
         print(f"---- {node.run_dir.name}\n{node.text}")
-
-
-def plan_of(node: Node) -> MembershipPlan:
-    return MembershipPlan.from_json((node.run_dir / MEMBERSHIP_FILE).read_text())
-
-
-def told(node: Node, kind: str) -> list[dict[str, Any]]:
-    return [event for event in node.events() if event["kind"] == kind]
-
-
-def wait_for_kind(node: Node, kind: str, *, times: int = 1) -> dict[str, Any]:
-    def found() -> dict[str, Any] | None:
-        events = told(node, kind)
-        return events[times - 1] if len(events) >= times else None
-
-    return until(found, what=f"{kind} in {node.run_dir.name}:\n{node.text}")
-
-
-def ranks_seen(node: Node) -> list[tuple[int, int, int]]:
-    """Rank, seat and membership version of a node's workers, as its agent has written them last."""
-    record = WorkersRecord.from_json((node.run_dir / WORKERS_FILE).read_text())
-    return [(each.rank, each.seat or 0, record.membership_version) for each in record.workers]
-
-
-def end(job: Job, *made: Node) -> None:
-    job.say("end")
-    assert [node.end() for node in made] == [0] * len(made), "\n".join(node.text for node in made)
 
 
 @pytest.mark.slow
@@ -244,21 +148,66 @@ def test_where_the_ranks_refuse_a_plan_all_workers_are_started_anew_and_it_is_sa
 
 
 @pytest.mark.slow
-def test_where_members_change_live_alone_who_joins_is_sent_away_that_the_ranks_refuse(job: Job) -> None:
-    job.say("refuse", "rank 0 has a loader that cannot replay")
-    with job.started("--members=live") as first:
+@pytest.mark.parametrize(("choice", "refuses"), [("auto", "unlike"), ("live", "unlike"), ("live", "refuse")])
+def test_who_joins_and_is_refused_is_sent_away_and_training_goes_on(job: Job, choice: str, refuses: str) -> None:
+    job.say(refuses, "rank 0 does not like it")
+    with job.started(f"--members={choice}") as first:
         before = job.wait_for(1, version=1)
-        with nodes(job.node(1)) as (second,):
+        with nodes(job.node(1, f"--members={choice}")) as (second,):
             assert second.end() == 1
-            assert "has not joined the others: rank 0 has a loader that cannot replay" in second.text, second.text
+            assert re.search("has not joined the others: .*rank 0 does not like it", second.text), second.text
         until(lambda: plan_of(first).version == 3 or None, what="the plan that takes the refused one back")
         assert plan_of(first).world_size == 1 and plan_of(first).mode == "live"
-        (job.folder / "refuse").unlink()
+        (job.folder / refuses).unlink()
         with nodes(job.node(2)) as (third,):
             after = job.wait_for(2, version=4)
             assert before.keys() < after.keys()
             end(job, first, third)
         assert first.kinds().count("workers-started") == 1
+
+
+@pytest.mark.slow
+def test_who_joins_and_dies_once_others_have_been_told_is_refused_and_training_goes_on(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        job.say("deaf")
+        with nodes(job.node(1)) as (second,):
+            until(lambda: told(first, "membership")[-1]["details"]["plan"] == 2 or None, what="the plan")
+            (worker,) = second.workers().values()
+            os.kill(worker.pid, signal.SIGKILL)
+            assert second.end() == 1
+            job.say("unlike", "the worker in seat 1 has not answered")
+            (job.folder / "deaf").unlink()
+        wait_for_kind(first, "members-refused")
+        until(lambda: plan_of(first).version == 3 or None, what="the plan that takes the refused one back")
+        assert job.wait_for(1, version=1) == before
+        end(job, first)
+        assert first.kinds().count("workers-started") == 1
+
+
+@pytest.mark.slow
+def test_who_leaves_does_not_wait_for_who_warms_up_and_that_one_goes_on_warming_up(job: Job) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        before = job.wait_for(2, version=2)
+        wait_for_kind(second, "membership-in-force")
+        job.say("hold")
+        with nodes(job.node(2)) as (third,):
+            wait_for_kind(third, "workers-started")
+            workers = third.workers()
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            assert "the workers of this node have left those of others" in second.text
+            (stays,) = job.wait_for(1, version=4, of=first).keys() & before.keys()
+            (job.folder / "hold").unlink()
+            after = job.wait_for(2, version=5)
+            assert after.keys() == {stays, workers[0].pid} and after[stays] == (5, 0, 2, 0)
+            wait_for_kind(first, "membership-in-force", times=3)
+            planned = wait_for_kind(first, "members-planned", times=3)
+            assert re.search("membership 4 is planned, .* leaves; then membership 5: .* joins", planned["text"])
+            end(job, first, third)
+        for node in (first, third):
+            assert node.kinds().count("workers-started") == 1 and "worker-failed" not in node.kinds()
+    job.check_steps()
 
 
 @pytest.mark.slow
@@ -332,6 +281,51 @@ def test_a_job_that_ends_while_a_node_warms_up_ends_there_too(job: Job) -> None:
         assert "have ended well before this node was in" in second.text
 
 
+# ---- what an agent makes of its workers' records ----
+
+
+def change_of(folder: Path, record: MemberRecord) -> LiveChange:
+    """A change to a plan by which node b, which is ready, joins node a, whose worker says ``record``."""
+    shares = [
+        NodeShare(node_id=name, host="one", first_rank=rank, num_workers=1) for rank, name in enumerate(("a", "b"))
+    ]
+    plan = MembershipPlan(version=4, nodes=tuple(shares), reason="b joins", time=1.0, mode="live")
+    board = RoundBoard(HashStore(), place=0, num_nodes=2)
+    board.post("change/1", asdict(ChangeRow(node_id="b", version=4, state="ready")))
+    member_file(folder, 0).write_text(record.to_json())
+    change = LiveChange(
+        plan,
+        joined=["b"],
+        node_id="a",
+        board=board,
+        run_dir=folder,
+        limit_seconds=0.0,
+        on_ready=lambda: None,
+    )
+    change.look()
+    return change
+
+
+RECORD = MemberRecord(seat=0, pid=1, time=1.0, why_restart="", version=3)
+
+
+def test_a_plan_that_workers_have_agreed_on_is_not_late_however_long_they_evaluate(tmp_path: Path) -> None:
+    end = change_of(tmp_path, RECORD).look()
+    assert end is not None and end.kind == "late" and "no boundary between two steps has come" in end.why
+    assert change_of(tmp_path, replace(RECORD, agreed=4)).look() is None
+    end = change_of(tmp_path, replace(RECORD, agreed=4, version=4)).look()
+    assert end is not None and "other nodes do not say that they have" in end.why
+
+
+@pytest.mark.parametrize(("seats", "nodes"), [((), ()), ((1,), ("b",))])
+def test_a_refusal_names_the_nodes_for_the_sake_of_whose_workers_it_is(
+    tmp_path: Path, seats: tuple[int, ...], nodes: tuple[str, ...]
+) -> None:
+    record = replace(RECORD, agreed=4, refused=4, why_refused="it is another model", refused_seats=seats)
+    end = change_of(tmp_path, record).end
+    assert end is not None and (end.kind, end.why, end.refused) == ("refused", "it is another model", nodes)
+
+
 # ---- requests over the control socket ----
 
 
@@ -363,23 +357,38 @@ def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_node_leaves_as_another_joins_by_one_plan(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    with job.started() as first, nodes(job.node(1)) as (second,):
-        before = job.wait_for(2, version=2)
-        wait_for_kind(second, "membership-in-force")
-        command = ["members", "drain", second.record().node_id, "--after-join", "--run-dir", str(first.run_dir)]
-        assert main(command) == 0
-        assert "is told to leave as another node joins" in capsys.readouterr().out
-        wait_for_kind(second, "leaving")
-        assert second.process.poll() is None and job.wait_for(2, version=2) == before
-        with nodes(job.node(2)) as (third,):
-            assert second.end() == 0, second.text
-            after = job.wait_for(2, version=3)
-            (stays,) = before.keys() & after.keys()
-            assert after[stays] == (3, 0, 2, 0) and sorted(row[3] for row in after.values()) == [0, 2]
-            end(job, first, third)
-        assert first.kinds().count("workers-started") == 1
+def test_a_node_leaves_once_another_has_joined_also_the_only_one(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        drain = ["members", "drain", first.record().node_id, "--run-dir", str(first.run_dir)]
+        assert main(drain) == 2
+        assert "with --after-join the node leaves once another has joined" in capsys.readouterr().err
+        assert main([*drain, "--after-join"]) == 0
+        assert "is told to leave once another node has joined" in capsys.readouterr().out
+        wait_for_kind(first, "leaving")
+        with nodes(job.node(1)) as (second,):
+            assert first.end() == 0, first.text
+            after = job.wait_for(1, version=3)
+            assert not before.keys() & after.keys() and [*after.values()] == [(3, 0, 1, 1)]
+            rows = [row[:3] for row in job.seen()[next(iter(before))]]
+            assert rows == [(1, 0, 1), (2, 0, 2)], "it goes on until the other is in"
+            end(job, second)
     job.check_steps()
+
+
+@pytest.mark.slow
+def test_a_node_leaves_as_another_joins_where_all_workers_are_started_anew(job: Job) -> None:
+    how = "--members=restart"
+    with job.started(how) as first, nodes(job.node(1, how)) as (second,):
+        job.wait_for(2, version=2)
+        name = second.record().node_id
+        assert main(["members", "drain", name, "--after-join", "--run-dir", str(first.run_dir)]) == 0
+        wait_for_kind(second, "leaving")
+        with nodes(job.node(2, how)) as (third,):
+            assert second.end() == 0, second.text
+            job.wait_for(2, version=3)
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 3, "once for it and the one that comes"
 
 
 @pytest.mark.parametrize(
@@ -401,21 +410,35 @@ def test_a_node_that_cannot_leave_is_refused_in_words(drain: Drain, min_nodes: i
         drained_node(plan, drain, min_nodes=min_nodes)
     assert drained_node(plan, Drain(node="two", after_join=True), min_nodes=3) == "c"
     with pytest.raises(ValueError, match="node a is the only one of the job"):
-        drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a", after_join=True), min_nodes=1)
+        drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a"), min_nodes=1)
+    assert drained_node(replace(plan, nodes=plan.nodes[:1]), Drain(node="a", after_join=True), min_nodes=1) == "a"
+
+
+def test_a_node_that_leaves_once_another_has_joined_stays_until_there_is_one_that_was_not_known() -> None:
+    shares = [
+        NodeShare(node_id=name, host="one", first_rank=rank, num_workers=1) for rank, name in enumerate(("a", "b"))
+    ]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+    assert Drain(node="a").is_due(plan)
+    assert not Drain(node="a", after_join=True, known=("a", "b", "c")).is_due(plan)
+    assert Drain(node="a", after_join=True, known=("a", "c")).is_due(plan)
+
+
+def test_a_request_that_a_node_leaves_is_told_in_each_round_until_it_has_left() -> None:
+    shares = [
+        NodeShare(node_id=name, host="one", first_rank=rank, num_workers=1) for rank, name in enumerate(("a", "b"))
+    ]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+    drains, rounds = Drains(), [RoundBoard(HashStore(), place=0, num_nodes=2) for _ in range(3)]
+    drains.add(Drain(node="b"))
+    for board in rounds[:2]:
+        drains.tell(board, plan)
+        assert drains.of("b", board) == Drain(node="b") and drains.of("a", board) is None
+    drains.tell(rounds[2], replace(plan, nodes=tuple(shares[:1])))
+    assert drains.of("b", rounds[2]) is None
 
 
 # ---- a training ----
-
-
-def samples_by_step(folder: Path) -> dict[int, list[int]]:
-    """The samples of each step that all processes together have taken."""
-    found: dict[int, list[int]] = {}
-    for file in folder.glob("samples-*.txt"):
-        for line in file.read_text().splitlines():
-            if line[0].isdigit():
-                step, *samples = (int(each) for each in line.split())
-                found.setdefault(step, []).extend(samples)
-    return dict(sorted(found.items()))
 
 
 def test_a_training_under_ddp_goes_on_in_its_processes_as_a_node_joins_and_leaves(job: Job) -> None:
@@ -438,12 +461,7 @@ def test_a_training_under_ddp_goes_on_in_its_processes_as_a_node_joins_and_leave
         assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
         first.send(signal.SIGTERM)
         assert first.end() == 143
-    steps = samples_by_step(job.folder)
-    whole = [step for step in steps if step < max(steps)]
-    assert whole == list(range(1, len(whole) + 1)) and all(len({*steps[step]}) == GLOBAL_BATCH for step in whole)
-    taken = [sample for step in whole for sample in steps[step]]
-    for start in range(0, len(taken) - NUM_SAMPLES + 1, NUM_SAMPLES):
-        assert sorted(taken[start : start + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    check_samples(job.folder)
 
 
 def test_what_a_worker_is_told_does_not_reach_an_agent_that_it_starts() -> None:

@@ -27,7 +27,7 @@ class Arriving:
         self.tell: Callable[[], object] = lambda: None
 
     @property
-    def held(self) -> ElasticConfig | None:
+    def newest(self) -> ElasticConfig | None:
         self._left -= 1
         if self._left == -1:
             self.tell()
@@ -45,7 +45,7 @@ def test_a_config_is_taken_though_boundaries_are_quiet(reading: int, every: int)
     for step in range(1, 40):
         if agreement.pass_quietly(float(step), step, 0):
             num_quiet += 1
-            source.held  # noqa: B018 as time goes by it arrives
+            source.newest  # noqa: B018 as time goes by it arrives
         else:
             agreement.boundary(step=step)
     assert agreement.config.version == 1
@@ -88,7 +88,7 @@ class Given:
     """A source that holds what it was given last."""
 
     refusal = None
-    held: ElasticConfig | None = None
+    newest: ElasticConfig | None = None
 
 
 def joined_to(others: Agreement, source: Any = NoSource()) -> Agreement:  # noqa: B008
@@ -124,12 +124,12 @@ def test_a_file_that_ranks_have_refused_is_no_news_from_a_rank_that_joins(caplog
     others = Agreement(Ranks.alone(), source, ElasticConfig(version=0), every=1)
     others.start()
     others.boundary(step=6)
-    source.held = ElasticConfig(version=3, apply_at_step=1)
+    source.newest = ElasticConfig(version=3, apply_at_step=1)
     for step in range(7, 10):
         others.boundary(step=step)
     assert "apply_at_step 1 has passed" in caplog.text
     joiner = joined_to(others, same)
-    same.held = source.held
+    same.newest = source.newest
     caplog.clear()
     for step in range(10, 14):
         joiner.boundary(step=step)

@@ -33,6 +33,7 @@ PLAN = MembershipPlan(
     reason="the job starts",
     time=1.0,
 )
+ALONE = (NodeShare(node_id="c", host="hc", first_rank=0, num_workers=1),)
 WHY = "the loader cannot replay (rank 0 on ha)"
 
 
@@ -88,10 +89,18 @@ def test_the_first_node_leaves_live_and_another_has_the_store() -> None:
     assert settled.plan.reason == "a leaves" and seats_of(words) == [(0, 2, "b")]
 
 
-def test_one_joins_as_another_leaves_in_one_plan() -> None:
-    words = [stays("a", leaving=leaving("b")), joins("c")]
-    assert settle(words, max_restarts=0, store=STORE).plan.reason == "c joins, b leaves"
-    assert seats_of(words) == [(0, 0, "a"), (1, 1, "a"), (2, 3, "c")]
+def test_who_leaves_does_not_wait_until_who_joins_is_ready_and_two_plans_follow_one_another() -> None:
+    settled = settle([joins("c"), stays("a", version=4, leaving=leaving("b"))], max_restarts=0, store=STORE)
+    assert (settled.decision.kind, settled.decision.joined, settled.decision.left) == ("live", ("c",), ("b",))
+    first, then = settled.plan, settled.then
+    assert then is not None
+    then.check()
+    assert [(each.version, each.generation, each.reason, each.store) for each in (first, then)] == [
+        (5, 2, "b leaves", STORE),
+        (6, 3, "c joins", STORE),
+    ]
+    assert [(each.rank, each.seat) for each in first.members] == [(0, 0), (1, 1)]
+    assert [(each.rank, each.seat) for each in then.members] == [(0, 0), (1, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +114,10 @@ def test_one_joins_as_another_leaves_in_one_plan() -> None:
         ([stays("a", leaving=leaving("b", why=WHY))], WHY),
         ([stays("a", unsettled="membership 4 was under way"), stays("b")], "membership 4 was under way"),
         ([stays("a"), stays("b", plan=replace(PLAN, version=2)), joins("c")], "b has another membership plan in force"),
-        ([stays("a", why_restart=WHY), stays("b")], WHY),  # as ever where they meet for no reason
+        (  # where nodes have met apart, and each of them has begun the job
+            [stays("a"), stays("b"), stays("c", plan=replace(PLAN, nodes=ALONE))],
+            "c has another membership plan in force",
+        ),
         ([stays("a", choice="live", why_restart=WHY, leaving=leaving("b"))], WHY),  # who leaves is not made to stay
     ],
 )
@@ -114,7 +126,7 @@ def test_where_members_cannot_change_live_all_workers_are_started_and_it_is_said
 ) -> None:
     settled = settle(words, max_restarts=0)
     assert settled.decision.kind == "start" and settled.decision.why.startswith(why)
-    assert settled.plan.mode == "restart" and not settled.decision.has_store
+    assert settled.plan.mode == "restart" and settled.then is None
     assert [member.seat for member in settled.plan.members] == [*range(settled.plan.world_size)]
 
 
@@ -133,23 +145,46 @@ def test_after_a_failure_a_loss_or_at_the_start_nothing_is_said_of_members(words
     assert decision.kind == "start" and decision.why == ""
 
 
-def test_where_who_would_join_is_gone_the_workers_go_on_by_their_plan() -> None:
-    settled = settle([stays("a", version=4), stays("b", version=4)], max_restarts=0)
+@pytest.mark.parametrize("why", ["", WHY])
+def test_where_who_would_join_is_gone_the_workers_go_on_by_their_plan(why: str) -> None:
+    settled = settle([stays("a", version=4, why_restart=why), stays("b", version=4)], max_restarts=0)
     assert settled.decision.kind == "same" and settled.is_as_before and settled.plan == PLAN
+    assert settled.decision.why == "" and settled.decision.kept_out == ()
+
+
+REFUSED: dict[str, Any] = {"version": 4, "written": 4, "refused": ("c",), "why_refused": "another model on c"}
+
+
+@pytest.mark.parametrize("choice", ["auto", "live"])
+def test_who_joins_and_is_refused_for_what_it_is_is_kept_out_and_nobody_is_started_anew(choice: Any) -> None:
+    words = [stays("a", choice=choice, **REFUSED), stays("b", choice=choice, **REFUSED), joins("c", version=4)]
+    settled = settle(words, max_restarts=0)
+    decision = settled.decision
+    assert (decision.kind, decision.kept_out, decision.joined) == ("same", ("c",), ())
+    assert decision.why == "another model on c" and decision.takes_back and settled.plan.has_members_of(PLAN)
+
+
+def test_who_joins_beside_one_that_is_kept_out_joins() -> None:
+    words = [stays("a", **REFUSED), stays("b", **REFUSED), joins("c", why_restart=WHY), joins("d")]
+    settled = settle(words, max_restarts=0, store=STORE)
+    assert (settled.decision.kind, settled.decision.joined, settled.decision.kept_out) == ("live", ("d",), ("c",))
+    assert [node.node_id for node in settled.plan.nodes] == ["a", "b", "d"]
 
 
 def test_who_would_need_a_restart_does_not_join_where_members_change_live_alone() -> None:
     words = [stays("a", choice="live"), stays("b", why_restart=WHY), joins("c")]
     settled = settle(words, max_restarts=0)
     assert (settled.decision.kind, settled.decision.why) == ("same", WHY) and settled.plan == PLAN
+    assert settled.decision.kept_out == ("c",)
 
 
 def test_a_plan_that_workers_were_told_and_does_not_come_is_taken_back_in_a_generation_of_its_own() -> None:
     words = [stays("a", written=4, version=4), stays("b", written=4, version=4)]
     settled = settle(words, max_restarts=0, store=STORE)
-    assert settled.decision.takes_back and settled.decision.has_store and not settled.is_as_before
+    assert settled.decision.takes_back and not settled.is_as_before
     plan = settled.plan
-    assert plan.has_members_of(PLAN) and (plan.version, plan.generation, plan.store) == (5, 2, STORE)
+    assert plan.has_members_of(PLAN) and (plan.version, plan.generation) == (5, 2)
+    assert plan.store == PLAN.store, "the store in which the groups of now were formed"
 
 
 def test_a_plan_that_did_not_come_leaves_its_version_and_generation_to_nobody() -> None:
@@ -161,9 +196,9 @@ def test_a_plan_that_did_not_come_leaves_its_version_and_generation_to_nobody() 
 
 @given(st.permutations([stays("a", leaving=leaving("b")), joins("c"), joins("d")]))
 def test_whatever_their_order_who_stays_comes_first(words: list[NodeWords]) -> None:
-    settled = settle(words, max_restarts=0, store=STORE)
-    assert settled.plan.nodes[0].node_id == "a" and settled.plan.world_size == 4
-    assert [member.seat for member in settled.plan.members] == [0, 1, 3, 4]
+    plan = settle(words, max_restarts=0, store=STORE).then
+    assert plan is not None and plan.nodes[0].node_id == "a" and plan.world_size == 4
+    assert [member.seat for member in plan.members] == [0, 1, 3, 4]
 
 
 def test_what_a_node_says_of_members_comes_through_json() -> None:
@@ -206,12 +241,11 @@ NEXT = settle([stays("a"), stays("b"), joins("c")], max_restarts=0, store=STORE)
         ("", "warming", "of the nodes that join 0 of 1 are ready"),
         ("a=waiting b=waiting c=warming", "warming", "of the nodes that join 0 of 1 are ready"),
         ("a=waiting c=ready", "ready", ""),
-        ("a=told b=applied c=ready", "ready", ""),
+        ("a=waiting b=applied c=ready", "ready", ""),
         ("a=applied b=applied c=applied", "applied", ""),
         ("a=applied b=applied", "warming", "of the nodes that join 0 of 1 are ready"),
         ("a=waiting c=failed", "failed", "c: why of c"),
-        ("a=told b=refused c=failed", "refused", "why of b"),
-        ("a=sent-away b=refused c=ready", "sent-away", "why of a"),
+        ("a=waiting b=refused c=failed", "refused", "why of b"),
     ],
 )
 def test_how_far_a_change_is_follows_from_what_nodes_say(states: str, kind: str, why: str) -> None:
@@ -222,7 +256,9 @@ def test_how_far_a_change_is_follows_from_what_nodes_say(states: str, kind: str,
     stage = stage_of(NEXT, ["c"], rows)
     assert (stage.kind, stage.why) == (kind, why)
     old = [replace(row, version=3, state="failed") for row in rows]
-    assert stage_of(NEXT, ["c"], old).kind == "warming", "what was said of another plan says nothing"
+    assert stage_of(NEXT, ["c"], old).kind == "warming", "what was said of the plan before says nothing"
+    newer = [ChangeRow(node_id=name, version=5, state="waiting") for name in ("a", "b")]
+    assert stage_of(NEXT, ["c"], [*newer, ChangeRow(node_id="c", version=4, state="applied")]).kind == "applied"
 
 
 def test_a_plan_that_nobody_joins_by_is_told_at_once() -> None:

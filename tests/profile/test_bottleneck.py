@@ -362,6 +362,14 @@ def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
     )
 
 
+def test_a_verdict_says_of_which_steps_and_of_how_much_time_it_is() -> None:
+    views = _ranks([_step(data=41, forward=59)] * 2)  # 100 steps: 10 s
+    later = _with(views[1], step=views[1].window.step + 3, begin=views[1].window.begin + 5, end=views[1].window.end + 5)
+    found, last = verdict([views[0], later]), views[0].window.step
+    assert found.text_over_steps == f"{found.text} (over steps {last - 99} to {last + 3}, 15 s)"
+    assert verdict([]).text_over_steps == verdict([]).text
+
+
 def test_a_share_is_of_trainings_time_and_a_step_is_shortened_by_its_own_part() -> None:
     step, saving = _step(communication=40, forward=60), {Phase.CHECKPOINT: 1.0}  # beside 100 steps of 0.1 s
     found = verdict(_ranks([step] * 2, besides=saving, num_samples=0))

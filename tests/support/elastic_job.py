@@ -4,12 +4,17 @@
 
 In FOLDER: checkpoints/, and a file for each process, samples-<rank>-<pid>.txt: where it began, and then a line for each
 step: its number, then its samples. With --hold-at ranks wait at that step until there is a file FOLDER/go.
+
+With --tells-state each writes state-<pid>.txt as well: a line after each step, and one after each change of members,
+with the version of that (0 after a step), the step, the number of ranks, a hash of the whole state, and how many
+descriptors, sockets and threads the process has (after a change alone).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import threading
@@ -24,6 +29,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, CheckpointOptions, ElasticDataLoader, ElasticTrainer, ParallelPlan
 from tests.support.file_operations import FileOperations
+from tests.support.living import held
+from tests.support.resharding import all_of_it
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 12
@@ -40,6 +47,8 @@ def main() -> None:
     parser.add_argument("--deadlock-at", type=int, default=-1, help="a step before which a loader locks up, once")
     parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
     parser.add_argument("--sharded", action="store_true", help="with a model whose plan can be changed")
+    parser.add_argument("--strategy", default="full_shard", help="that of --sharded")
+    parser.add_argument("--tells-state", action="store_true")
     options = parser.parse_args()
     joins = "ELASTIC_EXT_JOINS" in os.environ  # others, which are in the middle of their training; until it is prepared
     dist.init_process_group("gloo")
@@ -61,8 +70,12 @@ def main() -> None:
         checkpoint_options=CheckpointOptions(when_save_fails="warn"),
     )
     if options.sharded:
-        model = trainer.parallelize(model, ParallelPlan(strategy="full_shard"))
-    optimizer = trainer.prepare(torch.optim.Adam(model.parameters(), lr=1e-2))
+        model = trainer.parallelize(model, ParallelPlan(strategy=options.strategy))
+    inner = torch.optim.Adam(model.parameters(), lr=1e-2)
+    tells = StateFile(options.folder, trainer, model, inner) if options.tells_state else None
+    if tells is not None:
+        trainer.on_members(lambda change: tells.write(change.version))
+    optimizer = trainer.prepare(inner)
     rank = dist.get_rank()
     with trainer, open(options.folder / f"samples-{rank}-{os.getpid()}.txt", "w") as file:
         number = time.time_ns() if joins else round_of_ranks()
@@ -70,7 +83,7 @@ def main() -> None:
         epoch = trainer.start_epoch
         while trainer.global_step < options.steps:
             with trainer.epoch(epoch):
-                train(trainer, model, optimizer, loader, file, options)
+                train(trainer, model, optimizer, loader, file, options, tells)
             epoch += 1
         print("done", file=file, flush=True)
     dist.destroy_process_group()
@@ -91,6 +104,26 @@ class LocksUp(TensorDataset):
             return tuple(tensor[index] for tensor in self.tensors)
 
 
+class StateFile:
+    """What a process says of the whole state, which all ranks gather together."""
+
+    def __init__(
+        self, folder: Path, trainer: ElasticTrainer, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._what = (model, optimizer)
+        self._trainer = trainer
+        self._path = folder / f"state-{os.getpid()}.txt"
+
+    def write(self, version: int = 0) -> None:
+        """Write a line, on all ranks; with the version of a change that was just made."""
+        told = hashlib.blake2b(digest_size=8)
+        for name, tensor in sorted(all_of_it(*self._what).items()):
+            told.update(name.encode() + tensor.numpy().tobytes())
+        counts = [*held().values()] if version else []
+        with open(self._path, "a") as file:
+            print(version, self._trainer.global_step, dist.get_world_size(), told.hexdigest(), *counts, file=file)
+
+
 def hang() -> None:
     threading.Event().wait()
 
@@ -106,8 +139,8 @@ def round_of_ranks() -> int:
     return int(now)
 
 
-def train(trainer, model, optimizer, loader, file, options) -> None:  # type: ignore[no-untyped-def]
-    held: list[int] = []
+def train(trainer, model, optimizer, loader, file, options, tells) -> None:  # type: ignore[no-untyped-def]
+    samples: list[int] = []
     for indices, inputs in loader:
         step = trainer.global_step
         with trainer.step():
@@ -117,12 +150,14 @@ def train(trainer, model, optimizer, loader, file, options) -> None:  # type: ig
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        held += indices.tolist()
+        samples += indices.tolist()
         if trainer.global_step == options.full_from > step and not was_restarted():
             FileOperations(options.folder / "checkpoints", "full", range(100000), like="os.mkdir")
         if trainer.global_step > step:
-            print(trainer.global_step, *held, file=file, flush=True)
-            held = []
+            print(trainer.global_step, *samples, file=file, flush=True)
+            samples = []
+            if tells is not None:
+                tells.write()
         if options.pace:
             time.sleep(options.pace)
         while trainer.global_step == options.hold_at and not (options.folder / "go").exists():

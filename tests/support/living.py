@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.members.plan import MembershipPlan, NodeShare
@@ -141,6 +142,10 @@ class Job:
     """Seats of workers that fail at once where groups are formed."""
     signals: Mapping[int, signal.Signals] = field(default_factory=dict)
     """By seat, the signal by which a worker that joins ends, or stops, once it has formed groups with the others."""
+    evaluates: Literal["", "kept", "told", "anew"] = ""
+    """How long a sampler of an evaluation lives: all through, until ``on_members`` makes another, or one evaluation."""
+    num_evaluated: int = 24
+    """Samples of an evaluation."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -176,6 +181,9 @@ class Lived:
     """How many graphs had been compiled as each change came, and in the end."""
     analyzes: bool = False
     """Whether this rank measures memory in the end."""
+    evaluated: list[tuple[int, int, int]] = field(default_factory=list)
+    """By step, how many samples this rank has evaluated, and all ranks together."""
+    best: float = 0.0
 
 
 def plan_of(seats: Sequence[int]) -> MembershipPlan:
@@ -376,6 +384,9 @@ class Training:
         self.held: list[dict[str, int]] = []
         self.newest: list[int | None] = []
         self.num_graphs: list[int] = []
+        self.evaluated: list[tuple[int, int, int]] = []
+        self.best = torch.zeros(())
+        self.evaluation: Any = self._evaluation() if job.evaluates in ("kept", "told") else None
         self.last_step = job.last_step
         torch.manual_seed(0)
         self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=job.draws)
@@ -413,6 +424,7 @@ class Training:
             self.trainer.register_state("own", {"own": self.own})
         if seat in job.signals:
             _end_once_formed(job.signals[seat])
+        self.trainer.register_state("best", self.best)
         self.inner = inner
         trained = [part for part in self.model.parameters() if part.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -440,6 +452,8 @@ class Training:
         seat = GivenSeat.in_environment(os.environ)
         assert seat is not None and (seat.rank, seat.world_size) == (change.rank, change.world_size)
         assert seat.of(change.rank, change.world_size) == self.seat, "another trainer of this process has the same one"
+        if self.job.evaluates == "told":
+            self.evaluation = self._evaluation()
         if change.version == self.job.last_version:
             self.last_step = change.step + 3
 
@@ -482,6 +496,21 @@ class Training:
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
                 self.trainer.save_checkpoint()
             self._hold(self.trainer.global_step)
+            if self.job.evaluates:
+                self._evaluate()
+
+    def _evaluation(self) -> Any:
+        """A loader with a sampler for the ranks that there are."""
+        dataset = Numbered(self.job.num_evaluated)
+        return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, shuffle=False))
+
+    def _evaluate(self) -> None:
+        loader = self._evaluation() if self.job.evaluates == "anew" else self.evaluation
+        mine = sum(len(numbers) for _, numbers in loader)
+        count = torch.tensor(mine)
+        dist.all_reduce(count)
+        self.evaluated.append((self.trainer.global_step, mine, int(count)))
+        self.best.fill_(max(float(self.best), 100.0 - self.trainer.global_step))  # the first one was the best
 
     def _take_ahead(self) -> None:
         """Take each batch within the step of the one before."""
@@ -558,6 +587,8 @@ class Training:
             newest=self.newest,
             num_graphs=[*self.num_graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]],
             analyzes=self.trainer._training.analyzer is not None,
+            evaluated=self.evaluated,
+            best=float(self.best),
         )
 
 

@@ -12,6 +12,7 @@ What they do besides is said by files in FOLDER, each with a sentence in it:
 
     why      members change by a restart alone
     refuse   the ranks refuse every plan
+    unlike   the ranks refuse every plan by which somebody joins, for the sake of those
     deaf     they come to none
     die      a worker that joins ends before it is ready
     hold     it is not ready as long as the file is there
@@ -89,18 +90,21 @@ class Worker:
             raise ValueError(words)
         while (self.folder / "hold").exists():
             time.sleep(0.02)
-        self.say(ready=self.joins)
-        store = self.store_of(self.plan)
-        while not store.check(["go"]):
-            if self.held().member_at(self.seat) is None:
-                raise ValueError(f"membership {self.held().version} takes back that this worker joins")
+        store = None
+        while store is None or not store.check(["go"]):
+            held = self.held()
+            if held.member_at(self.seat) is None:
+                raise ValueError(f"membership {held.version} takes back that this worker joins")
+            if store is None or held != self.plan:
+                self.plan, store = held, self.store_of(held)
+                self.say(ready=held.version)
             time.sleep(0.02)
         self.form(self.plan)
 
     def store_of(self, plan: MembershipPlan) -> Any:
         host, _, port = plan.store.rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
-        return dist.PrefixStore(f"members/{plan.generation}", store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"members/{plan.version}", store)  # type: ignore[attr-defined]
 
     def form(self, plan: MembershipPlan) -> None:
         """Form the group of a plan in place of the one that is there."""
@@ -137,6 +141,10 @@ class Worker:
                 self.say(version=held.version)
             elif (words := self.told("refuse")) is not None:
                 self.say(refused=held.version, why_refused=words)
+            elif (words := self.told("unlike")) is not None:
+                known = [member.seat for member in self.plan.members]
+                seats = tuple(member.seat for member in held.members if member.seat not in known)
+                self.say(refused=held.version, why_refused=words, refused_seats=seats)
             else:
                 if dist.get_rank() == 0:
                     self.store_of(held).set("go", "1")

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.members.store import here, prefix_of
 from elastic_ext.ranks.board import Board
+from elastic_ext.ranks.world import PeerName, World
+from elastic_ext.training.checks import SamplersOfBefore
 from tests.support.living import (
     Agents,
     Job,
@@ -399,6 +402,60 @@ def test_so_it_is_however_the_loop_takes_batches_and_whatever_the_script_does(
         assert "; compiled modules are compiled anew where their micro-batches have a size that is new" in told
 
 
+@pytest.mark.parametrize(("evaluates", "num_samples"), [("kept", 24), ("told", 36), ("anew", 48)])
+def test_a_sampler_that_was_made_for_other_ranks_is_told_of_once(
+    ranks: RankPool, tmp_path: Path, port: int, evaluates: Any, num_samples: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[1])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=12,
+        joins={2: 2},
+        holds={2: 2, 6: 3},
+        evaluates=evaluates,
+        num_evaluated=num_samples,
+        strategy="full_shard" if evaluates == "anew" else "no_shard",
+    )
+    zero, _, two = lived(ranks, job, [first, joined, left], 3)
+    steps = steps_of(zero)
+    named = f"a DistributedSampler over a Numbered of {num_samples} samples "  # processes have those of earlier tests
+    warned = {
+        seat: [event.text for event in events_of(job, seat, "remark") if named in event.text] for seat in range(3)
+    }
+    assert zero.best == two.best == 99.0, "who joins has what the others have registered"
+    counts = {step: num for step, _, num in zero.evaluated}
+    if evaluates != "kept":
+        assert not any(warned.values()) and {*counts.values()} == {num_samples}
+        assert {own for step, own, _ in zero.evaluated if step > steps[3]} == {num_samples // 2}
+        return
+    assert counts[steps[2] + 1] == 12 + 12 + 24, "two have kept their halves, and the third has evaluated all"
+    (of_zero,), (of_two,) = warned[0], warned[2]
+    assert of_zero.startswith(
+        f"{named}was made for rank 0 of 2, and this is rank 0 of 3 since membership 2 at step {steps[2]}: "
+    )
+    assert f"{named}was made for rank 0 of 1, and this is rank 2 of 3 since" in of_two
+    assert "make the sampler and its DataLoader in each evaluation, or anew in a function" in of_two
+
+
+def test_the_trainers_own_sampler_and_those_of_another_number_of_ranks_are_not_told_of() -> None:
+    names = [PeerName(rank=rank, host="h", pid=rank, seat=rank) for rank in range(7)]
+    before, now = World(rank=6, names=tuple(names)), World(rank=5, names=tuple(names[:6]))
+    samples: Any = [0] * 71
+    made = {place: DistributedSampler[int](samples, *place) for place in ((7, 6), (7, 5), (6, 5), (1, 0))}
+    own = DistributedSampler[int](samples, 7, 6)
+    samplers = SamplersOfBefore()
+    assert samplers.look(now, now, own=own, since="") == []
+    (text,) = samplers.look(before, now, own=own, since="since then")
+    assert text.startswith(
+        "a DistributedSampler over a list of 71 samples was made for rank 6 of 7, and this is rank 5 "
+    )
+    assert samplers.look(before, now, own=own, since="since then") == [] and len(made) == 4
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_many_changes_leave_nothing_behind(ranks: RankPool, tmp_path: Path, port: int, strategy: Any) -> None:
     draw, plans, members = random.Random(3), [plan_of([0, 1])], [0, 1]
@@ -458,6 +515,7 @@ def test_a_joiner_that_dies_before_it_is_called_is_refused_and_training_goes_on(
         record = record_of(job, seat)
         assert record is not None and (record.version, record.refused) == (1, 2)
         assert "the worker in seat 2 on here has not answered in 0.5 s" in record.why_refused
+        assert record.refused_seats == (2,) and record.agreed == 0
         assert [each.details["version"] for each in events_of(job, seat, "members-refused")] == [2]
     check_samples(ranks, job, [zero.value, one.value])
 
@@ -486,6 +544,7 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
         waits_for={5: "is dead"},
         form_seconds=2.0,
         strategy="full_shard",
+        saves=True,
         accumulates=accumulates,
     )
     zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
@@ -494,6 +553,7 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
     assert zero.value.state == one.value.state and not zero.value.changes
     record = record_of(job, 0)
     assert record is not None and (record.version, record.refused) == (1, 2) and record.why_refused
+    assert record.refused_seats == (2,) and record.agreed == 2
     never = replace(job, folder=tmp_path / "never", joins={}, holds={}, waits_for={})
     with Agents(never, [first]):
         same, _ = ranks.run(2, live, never, process_group=False)
@@ -682,6 +742,7 @@ def test_a_joiner_with_another_model_is_refused_with_the_difference(ranks: RankP
     record = record_of(job, 0)
     assert record is not None
     assert record.why_refused.startswith("the worker in seat 2: the parameter blocks.1.gain is null here and")
+    assert record.refused_seats == (2,)
 
 
 @pytest.mark.parametrize(("seat", "where"), [(2, "on_change"), (2, "on_members"), (1, "on_members")])
@@ -750,6 +811,7 @@ def test_a_plan_of_more_ranks_than_a_step_has_samples_is_refused(ranks: RankPool
     assert zero.ok and one.ok and not zero.value.changes and two.error is not None
     record = record_of(job, 1)
     assert record is not None and "a global batch of 2 samples leaves some of 3 ranks without any" in record.why_refused
+    assert record.refused_seats == (), "no worker that joins can help it"
 
 
 def test_a_loop_that_takes_batches_ahead_keeps_its_members(ranks: RankPool, tmp_path: Path, port: int) -> None:

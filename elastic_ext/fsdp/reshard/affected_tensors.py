@@ -228,7 +228,7 @@ def _by_any_name(
 
 @dataclass(frozen=True, eq=False)
 class MemberRoute:
-    """From where to where a change moves tensors: worlds, degrees, and whether this rank comes."""
+    """The worlds and degrees between which a change moves tensors, and whether this rank comes."""
 
     worlds: Worlds
     before: Degrees

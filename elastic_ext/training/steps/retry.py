@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_ext.config.apply import Proposal
-from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE
+from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE, Purpose
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ElasticError, StepError, StepUndone
 from elastic_ext.fsdp.plan import ParallelPlan
@@ -136,7 +136,7 @@ class Growing:
             self._size_before = self._size_before or self._batches.micro_batch
             if largest >= self._batches.largest:  # else it was an epoch's tail, whose like has fitted
                 self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
-        follower.meet_to_shrink()
+        follower.meet(Purpose.RETRY_SMALLER, doubt="took back a step that ran out of memory")
         now = follower.config.dataloader.batch_size
         assert now is not None
         wanted = self._batches.fewer(self._failed_with, takes_one=self._takes_one)
