@@ -121,7 +121,7 @@ def test_what_a_worker_is_told_as_it_joins_says_how_far_the_others_are_and_what_
         joiner = mine._training
         joiner.members._take_over(told)
         assert joiner.counts.num_boundaries == 12
-        assert joiner.session._speed.measure().steps_per_second is None, "none of them was taken here"
+        assert joiner.reports._speed.measure().steps_per_second is None, "none of them was taken here"
         assert joiner.growing.tell() == told["growing"] and joiner.growing.has_shrunk
 
 
@@ -133,7 +133,7 @@ def test_a_loop_that_begins_with_another_epoch_than_the_others_are_in_ends_with_
     with trainer:
         training = trainer._training
         training.counts.go_on_in(3)
-        training.session.go_on_in_epoch_of(training.counts, is_within=is_within)
+        training.session.epochs.join(is_within=is_within)
         if is_right:
             with trainer.epoch(begun):
                 return
