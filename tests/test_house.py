@@ -322,7 +322,7 @@ NAMES_A_STORE: Mapping[str, str] = {
     "agent.rendezvous": "starts the store of a round's workers, and that of a rendezvous on a loopback address",
     "doctor.meeting": "gives torch's process group of two nodes a part of the store where they have met",
     "members.regroup": "gives torch's process groups of a live plan a part of the store that the plan names",
-    "doctor.pairs": "resets torch's count of process groups by making one, which needs a store",
+    "torch_private.groups": "resets torch's count of process groups by making one, which needs a store",
     "ranks.group": "the board of a job of one rank is in the memory of its process",
 }
 STORE_METHODS = frozenset({"add", "check", "clone", "compare_set", "delete_key", "get", "set", "wait"})

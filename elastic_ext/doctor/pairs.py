@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.records.json import records_of
+from elastic_ext.torch_private.groups import destroy_groups
 
 from .meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from .records import NodeHardware
@@ -134,7 +135,7 @@ def exchange(
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
     except RuntimeError:
-        _forget_what_failed()
+        destroy_groups()
         raise
     try:
         word = torch.zeros(1, dtype=torch.int64, device=device)
@@ -151,17 +152,6 @@ def exchange(
     finally:
         dist.destroy_process_group()
     return (latencies, tuple(rates)) if rank == 0 else ((), ())
-
-
-def _forget_what_failed() -> None:
-    """Reset torch's number of the next process group after one that could not be made.
-
-    The number of a group is part of its keys in the store, and a group that could not be made is counted until another
-    one is destroyed: two processes of which one had failed before would look for each other under unlike keys.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    dist.destroy_process_group()
 
 
 def _rally(rank: int, there: torch.Tensor, back: torch.Tensor, device: str) -> None:

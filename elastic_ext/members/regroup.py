@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from elastic_ext.errors import ElasticError
 from elastic_ext.ranks.board import Board
 from elastic_ext.ranks.group import Ranks
-from elastic_ext.torch_private.groups import limit_of_default_group, set_limit, store_of_default_group
+from elastic_ext.torch_private.groups import destroy_groups, limit_of_default_group, set_limit, store_of_default_group
 
 from .plan import MembershipPlan
 from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
@@ -29,7 +29,7 @@ _SHORT_PAUSE_SECONDS = 0.005  # where training waits, or soon goes on
 _PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
-_LATER_SECONDS = 5.0  # by which ranks that lose a peer may raise after the first of them
+_LATER_SECONDS = 10.0  # by which ranks may fail after the first of them, beside the time that each waits
 _BACKEND = "gloo"
 
 
@@ -122,9 +122,8 @@ class Generation:
 
     def _form(self, store: Any, place: tuple[int, int], members: int, seconds: float) -> None:
         def form() -> None:
-            if dist.is_initialized():
-                dist.destroy_process_group()
             hook = sys.excepthook  # torch puts one of its own around it, each time
+            destroy_groups()
             rank, size = place
             limit = timedelta(seconds=seconds)
             dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=limit)

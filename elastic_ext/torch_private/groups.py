@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["groups_made", "limit_of_default_group", "set_limit", "store_of_default_group"]
+__all__ = ["destroy_groups", "groups_made", "limit_of_default_group", "set_limit", "store_of_default_group"]
 
 _logger = logging.getLogger(__name__)
 
@@ -56,3 +56,14 @@ def set_limit(limit: timedelta, group: dist.ProcessGroup | None = None) -> None:
     setting = getattr(distributed_c10d, "_set_pg_timeout", None)
     if setting is not None:
         setting(limit, group)
+
+
+def destroy_groups() -> None:
+    """Destroy all process groups, and begin their numbers anew, also after one that could not be made.
+
+    The number of a group is part of its keys in the store, and a group that could not be made is counted until another
+    one is destroyed: two processes of which one had failed before would look for each other under unlike keys.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.destroy_process_group()

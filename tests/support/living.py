@@ -138,8 +138,8 @@ class Job:
     """Whether each rank registers a large tensor of its own."""
     rewinds: bool = False
     """Whether the loop goes back to step 4 once a plan is agreed on, before it is applied."""
-    adds_late: tuple[int, ...] = ()
-    """Seats of workers whose scripts call ``on_members`` again once ``prepare`` is over."""
+    cannot_form: tuple[int, ...] = ()
+    """Seats of workers that fail at once where groups are formed."""
     signals: Mapping[int, signal.Signals] = field(default_factory=dict)
     """By seat, the signal by which a worker that joins ends, or stops, once it has formed groups with the others."""
     evaluates: Literal["", "kept", "told", "anew"] = ""
@@ -432,8 +432,8 @@ class Training:
         self.ids = [id(part) for part in self.model.parameters()]
         self.trainer._training.members.answer_seconds = job.answer_seconds
         self.trainer._training.members.form_seconds = job.form_seconds
-        if seat in job.adds_late:
-            self.trainer.on_members(print)
+        if seat in job.cannot_form:
+            _fail_to_form(self.trainer._training.members)
 
     def _apply(self, old: Any, new: Any) -> None:
         if self.job.raises.get(self.seat) == "on_change":
@@ -601,6 +601,21 @@ def _end_once_formed(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
     Generation.form = form_and_end  # type: ignore[method-assign]
+
+
+def _fail_to_form(members: Any) -> None:
+    """Have forming the groups of a plan fail at once on this rank."""
+    groups_of = members._groups_of
+
+    def form() -> None:
+        raise ConnectionError("planted")
+
+    def planted(plan: MembershipPlan) -> Generation:
+        groups: Generation = groups_of(plan)
+        groups.form = form  # type: ignore[method-assign]
+        return groups
+
+    members._groups_of = planted
 
 
 def held() -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +108,23 @@ def test_a_script_that_differs_is_told_so(tmp_path: Path, differ: Any, words: st
     assert told.startswith(words), told
 
 
+def test_what_a_worker_is_told_as_it_joins_says_how_far_the_others_are_and_what_they_have_learnt(
+    tmp_path: Path,
+) -> None:
+    with prepared(tmp_path / "others") as others:
+        training = others._training
+        training.counts.num_boundaries = 12
+        training.growing._failed_with, training.growing._takes_one = 8, False
+        pending: Any = SimpleNamespace(drawn=[])
+        told = json.loads(json.dumps(training.members._to_tell(pending)))
+    with prepared(tmp_path / "mine") as mine:
+        joiner = mine._training
+        joiner.members._take_over(told)
+        assert joiner.counts.num_boundaries == 12
+        assert joiner.reports._speed.measure().steps_per_second is None, "none of them was taken here"
+        assert joiner.growing.tell() == told["growing"] and joiner.growing.has_shrunk
+
+
 @pytest.mark.parametrize(("begun", "is_within", "is_right"), [(3, True, True), (0, True, False), (0, False, False)])
 def test_a_loop_that_begins_with_another_epoch_than_the_others_are_in_ends_with_a_sentence(
     tmp_path: Path, begun: int, is_within: bool, is_right: bool
@@ -114,7 +133,7 @@ def test_a_loop_that_begins_with_another_epoch_than_the_others_are_in_ends_with_
     with trainer:
         training = trainer._training
         training.counts.go_on_in(3)
-        training.session.go_on_in_epoch_of(training.counts, is_within=is_within)
+        training.session.epochs.join(is_within=is_within)
         if is_right:
             with trainer.epoch(begun):
                 return

@@ -594,6 +594,35 @@ def test_so_it_is_where_a_joiner_dies_or_stops_once_groups_are_formed(
     check_samples(ranks, job, [zero.value, one.value])
 
 
+def test_a_rank_that_fails_at_once_where_groups_are_formed_waits_for_those_who_wait_for_them(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1, 2])
+    joined = plan_after(first, port, joined=[3])
+    back = plan_after(joined, port, left=[3])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([3], back)
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1, 2),
+        last_step=8,
+        joins={3: 2},
+        holds={3: 2},
+        cannot_form=(0,),
+        form_seconds=1.0,
+    )
+    found = outcomes(ranks, job, [first, joined, back], 4, script)
+    assert all(each.ok and not each.value.changes for each in found[:3]), RanksFailed(found, 90.0)
+    record = record_of(job, 1)
+    assert record is not None and record.refused == 2
+    check_samples(ranks, job, [each.value for each in found[:3]])
+
+
 def test_a_store_that_is_lost_before_groups_are_formed_has_those_of_before_formed_anew(
     ranks: RankPool, tmp_path: Path, port: int
 ) -> None:
