@@ -186,7 +186,7 @@ class TrainingMembers:
         if version > self.version:
             self._wanted, self._wanted_since = version, time.monotonic()
         if self._wanted and self._pending is None and not self._follower.agreement.leaving:
-            with self._follower.heartbeat.during(Activity.CHANGING):
+            with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._consider()
 
     def _consider(self) -> None:
@@ -326,13 +326,13 @@ class TrainingMembers:
     def apply_between(self) -> None:
         """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
         if self._pending is not None:
-            with self._follower.heartbeat.during(Activity.CHANGING):
+            with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._apply()
 
     def _apply_in_step(self) -> None:
         if self._pending is None:
             return
-        with self._follower.heartbeat.during(Activity.CHANGING):
+        with self._follower.heartbeat.during(Activity.MEMBERS):
             is_made = self._apply()
         if not is_made:
             self._training.steps.take_back_entered()
