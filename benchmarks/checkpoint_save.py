@@ -72,6 +72,7 @@ __all__ = [
     "DURABLE",
     "EXTRA",
     "LOST",
+    "LOST_OVER",
     "NAMES",
     "STEP",
     "TRAINED",
@@ -105,6 +106,7 @@ CPU, EXTRA = "CPU time of a rank for a save", "Extra memory of a save"
 STEP, LOST = "Step", "Lost"
 CLAIMS = {BLOCKED: Claim(at_most=0.10), DURABLE: Claim(at_most=0.5), CPU: Claim(at_most=0.4)}
 BLOCKED_OVER: Mapping[BackgroundName, float] = {"default": 0.15, "reused": 1.0}
+LOST_OVER: Mapping[BackgroundName, float] = {"dcp": 0.12, "default": 0.20, "reused": 0.25}
 TRAINED: Sequence[BackgroundName] = ("ours", "default", "reused", "process")
 NO_SAVE = "no save"
 FRESH: Sequence[BackgroundName] = ("ours", "dcp", "ours", "reused", "ours")
@@ -217,10 +219,13 @@ def main(share: float = 1.0) -> list[Result]:
         for case in CASES if share >= 1 else (CASES[0], CASES[-1]):
             with saving_ranks(case.num_ranks, case.task, storage) as ranks:
                 sides = sides_of_saves(ranks)
-                results += tables_of_saves(ranks, sides, _rounds(sides, share * case.save_seconds))
+                saves = _rounds(sides, share * case.save_seconds)
+                results += tables_of_saves(ranks, sides, saves)
                 if case.trains:
                     training = sides_of_training(ranks)
-                    results += tables_of_training(ranks, training, _rounds(training, share * TRAIN_SECONDS))
+                    values = _rounds(training, share * TRAIN_SECONDS)
+                    dcp_seconds = median(_columns(sides, saves, BLOCKED)["dcp"])
+                    results += tables_of_training(ranks, training, values, dcp_seconds=dcp_seconds)
         results.append(first_saves(FRESH, LARGE, storage))
     return results
 
@@ -337,8 +342,10 @@ def sides_of_training(ranks: SavingRanks) -> list[Side]:
     return [side(None), *(side(way) for way in TRAINED)]
 
 
-def tables_of_training(ranks: SavingRanks, sides: Sequence[Side], values: Values) -> list[Result]:
-    """A table of steps, and one of what saves lost."""
+def tables_of_training(
+    ranks: SavingRanks, sides: Sequence[Side], values: Values, *, dcp_seconds: float
+) -> list[Result]:
+    """A table of steps, one of what saves lost, and one of that over the others; ``dcp_seconds``: dcp.save blocks."""
     steps = dataclasses.replace(
         comparison_of(STEP, sides, values),
         title=f"A step of a small model while a save is in progress, {ranks.what}",
@@ -346,7 +353,7 @@ def tables_of_training(ranks: SavingRanks, sides: Sequence[Side], values: Values
     )
     _, _, *of_ways = values
     rows = [
-        Samples(name=NAMES[way], occasions=[[one[LOST]] for one in mine])
+        Samples(name=NAMES[way], occasions=[[seconds] for seconds in _each_lost(mine)])
         for way, mine in zip(TRAINED, of_ways, strict=True)
     ]
     note = (
@@ -354,7 +361,29 @@ def tables_of_training(ranks: SavingRanks, sides: Sequence[Side], values: Values
         f"{NUM_QUIET_STEPS} did just before; dcp.save loses what it blocks"
     )
     lost = QuantileTable(title=f"Training time that a save loses, {ranks.what}", rows=tuple(rows), notes=(note,))
-    return [steps, lost]
+    each = {way: _each_lost(mine) for way, mine in zip(TRAINED, of_ways, strict=True)}
+    return [steps, lost, _lost_over(ranks.what, each, dcp_seconds)]
+
+
+def _lost_over(what: str, lost: Mapping[BackgroundName, Sequence[float]], dcp_seconds: float) -> QuantileTable:
+    """What ours loses over what others do, which is what a user pays for a save."""
+    others = {**lost, "dcp": [dcp_seconds] * len(lost["ours"])}
+    rows = [
+        Samples(
+            name=f"ours over {NAMES[way]}",
+            occasions=[[ratio] for ratio in paired_ratios(lost["ours"], others[way])],
+            unit="count",
+            target=QuantileTarget(quantile=0.5, at_most=at_most),
+        )
+        for way, at_most in LOST_OVER.items()
+    ]
+    title = f"Training time that a save loses, ours over others, {what}"
+    note = "round by round; dcp.save by the median of what it blocked, as it loses that"
+    return QuantileTable(title=title, rows=tuple(rows), notes=(note,))
+
+
+def _each_lost(values: Sequence[Mapping[str, float]]) -> list[float]:
+    return [one[LOST] for one in values]
 
 
 # --- first saves ----------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def _watched(stack: ExitStack, setup: Following) -> Callable[[int], Iterator[tup
         watcher = stack.enter_context(ConfigWatcher(setup.file, poll_seconds=1.0, use_events=setup.kind == "watcher"))
         return lambda last_version: _by_waiting(
             watcher.wait_for_version,
-            lambda: (watcher.held.version if watcher.held else 0, watcher.held_at),
+            lambda: (watcher.newest.version if watcher.newest else 0, watcher.newest_at),
             last_version,
         )
     by_hand = ByHand(setup.file)

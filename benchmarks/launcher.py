@@ -34,7 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare, shortened
 
-__all__ = ["SIDES", "crash", "join", "leave", "lose", "main", "start"]
+__all__ = ["SIDES", "Job", "crash", "job_of", "join", "leave", "lose", "main", "start"]
 
 SIDES: Mapping[str, Sequence[str]] = {
     "torchrun": ("-m", "torch.distributed.run"),
@@ -63,9 +63,13 @@ class Round:
 class Job:
     """The launchers of one job, each a node."""
 
-    def __init__(self, launcher: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, launcher: Sequence[str], folder: Path, script: Sequence[str] = ("benchmarks.launcher_job",)
+    ) -> None:
+        """``script``: the module that ranks run, and what it is given before the folder."""
         self._launcher = launcher
         self.folder = folder
+        self._script = script
         self.nodes: list[psutil.Popen] = []
         self._store: TCPStore | None = None
 
@@ -90,7 +94,7 @@ class Job:
             "ELASTIC_EXT_JOB": "job",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        script = ("-m", "benchmarks.launcher_job", str(self.folder))
+        script = ("-m", *self._script, str(self.folder))
         with open(self.folder / f"node-{number}.log", "w") as log:
             node = psutil.Popen(
                 [sys.executable, *self._launcher, *options, *script],
@@ -148,7 +152,7 @@ class Job:
     def workers(self, node: int) -> list[psutil.Process]:
         """The workers of a node."""
         children = self.nodes[node].children(recursive=True)
-        return [each for each in children if "benchmarks.launcher_job" in each.cmdline()]
+        return [each for each in children if self._script[0] in each.cmdline()]
 
     def close(self) -> None:
         """End it all, whatever it does."""
@@ -165,10 +169,10 @@ class Job:
 
 
 @contextmanager
-def job_of(launcher: Sequence[str]) -> Iterator[Job]:
+def job_of(launcher: Sequence[str], script: Sequence[str] = ("benchmarks.launcher_job",)) -> Iterator[Job]:
     """A job of it, which ends here."""
     with tempfile.TemporaryDirectory(prefix="launcher-") as folder:
-        job = Job(launcher, Path(folder))
+        job = Job(launcher, Path(folder), script)
         try:
             yield job
         finally:
@@ -224,7 +228,7 @@ def lose(launcher: Sequence[str]) -> Reading:
 def main(share: float = 1.0) -> list[Result]:
     """A table for each; with less time, without those that need a node to leave."""
     compared: list[Comparison] = [
-        _compare("Start to the first step, two ranks", start, NO_SLOWER, num_rounds=shortened(11, share, least=3)),
+        _compare("Start to the first step, two ranks", start, NO_SLOWER, num_rounds=shortened(11, share, least=4)),
         _compare("No step: a worker is killed", crash, NO_SLOWER, num_rounds=shortened(5, share, least=3)),
         _compare("No step: a node joins", join, BETTER, num_rounds=3),
     ]

@@ -95,6 +95,7 @@ PARTS = (
         "master serve?",
         benchmarks=(
             Planned(name="launcher", title="elastic-run beside torchrun", minutes=13.0, short_minutes=5.5),
+            Planned(name="members", title="Members that come and go", minutes=16.0, short_minutes=3.5),
             Planned(name="master_load", title="A master under load", minutes=5.0, short_minutes=3.0),
             Planned(name="master_flood", title="A master flooded by strangers", minutes=7.0, short_minutes=1.2),
         ),

@@ -97,7 +97,7 @@ LINES = (
         what="a micro-step of a tiny model, one rank (CPU time)",
         peer="the loop by hand",
         benchmark="trainer_steps",
-        table="A micro-step, CPU time: one rank, A = 1",
+        table="A micro-step, CPU time of the training thread: one rank, A = 1",
         claim="ElasticTrainer takes",
     ),
 )

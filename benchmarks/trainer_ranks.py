@@ -76,6 +76,8 @@ class Done:
     wall_seconds: float
     cpu_seconds: float
     """Of all its threads."""
+    thread_seconds: float
+    """Of the thread that trains, which runs backward passes too on a CPU."""
     work: Work
 
 
@@ -95,12 +97,14 @@ class Loop:
                 parameter.copy_(start)
         batches = [self._batches[index % len(self._batches)] for index in range(num_micro_steps)]
         begin()
-        wall_began, cpu_began = time.perf_counter(), time.process_time()
+        wall_began, cpu_began, thread_began = time.perf_counter(), time.process_time(), time.thread_time()
         self._take(batches)
-        wall, cpu = time.perf_counter() - wall_began, time.process_time() - cpu_began
+        thread, cpu = time.thread_time() - thread_began, time.process_time() - cpu_began
+        wall = time.perf_counter() - wall_began
         return Done(
             wall_seconds=wall / num_micro_steps,
             cpu_seconds=cpu / num_micro_steps,
+            thread_seconds=thread / num_micro_steps,
             work=(num_micro_steps, self._digest()),
         )
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness import Finding, Result, Verdict, shortened
 from benchmarks.tuning_live_jobs import JOBS, Kind, most_at_once
-from elastic_ext.config.history import ConfigHistory
+from elastic_ext.config.history import ConfigEdit, ConfigHistory
 
 __all__ = ["Found", "LiveTable", "main", "measured"]
 
@@ -191,7 +191,7 @@ class _Job:
         there = {} if current is None else current.values()
         remove = [key for key, value in config.items() if value is None and key in there]
         changes = {key: value for key, value in config.items() if value is not None}
-        return self._history.set(changes, remove=remove, reason="it is measured").version
+        return self._history.set(ConfigEdit(changes, remove=tuple(remove), reason="it is measured")).version
 
     def settle(self) -> bool:
         """Wait until the tuner has, or its time is up; whether it has."""
@@ -268,7 +268,7 @@ def _job(
     if kind.memory_bytes is not None:
         values["tuning.memory_bytes"] = kind.memory_bytes
     if values:
-        ConfigHistory(folder / "run" / "config.json").set(values, reason="it is measured")
+        ConfigHistory(folder / "run" / "config.json").set(ConfigEdit(values, reason="it is measured"))
     command = [sys.executable, "-m", "elastic_ext.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     command += [f"--tuning={mode}", "-m", "benchmarks.tuning_live_jobs", name, str(folder)]
     command += [] if most is None else [str(most)]

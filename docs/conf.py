@@ -45,7 +45,6 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!elastic_ext\b).*")]
 # Internal types that public signatures name, and that no caller makes: they are left undocumented on purpose.
 nitpick_ignore = [
     ("py:class", "elastic_ext.config.control_word.GatheredWords"),
-    ("py:class", "elastic_ext.config.control_word.Purpose"),
     ("py:class", "elastic_ext.config.follower._Default"),
     ("py:class", "elastic_ext.config.watcher.FileWatcher"),
     ("py:class", "elastic_ext.ranks.heartbeat.Heartbeat"),

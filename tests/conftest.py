@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import ast
 import compileall
+import contextlib
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import types
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +28,14 @@ if TYPE_CHECKING:
     from tests.support.ranks import RankPool
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread for what is computed here and in processes begun here, as ranks have it: tensors of tests are small,
     and threads of several test processes would wait for each other. Before torch is imported, which reads it then."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         compile_once()
+        if config.getoption("numprocesses", None):
+            rewrite_once()
 
 
 def compile_once() -> None:
@@ -36,6 +43,31 @@ def compile_once() -> None:
     compile all that it imports, for a second each. Where nothing can be written, they still do."""
     for folder in ("elastic_ext", "tests", "benchmarks"):
         compileall.compile_dir(Path(__file__).resolve().parents[1] / folder, quiet=2)
+
+
+def rewrite_once() -> None:
+    """Have pytest rewrite the asserts of what changed since the last run, before each of several processes collects all
+    tests and rewrites them for itself, for ten seconds each."""
+    folder = Path(__file__).resolve().parent
+    names = [path.relative_to(folder.parent).with_suffix("").parts for path in sorted(folder.rglob("test_*.py"))]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as processes:
+        list(processes.map(rewrite, [".".join(name) for name in names], chunksize=16))
+
+
+def rewrite(name: str) -> None:
+    """Have pytest write the rewritten bytecode of a module of tests, and run none of it: without builtins its first
+    statement, an import, fails."""
+    sys.dont_write_bytecode = False
+    folder = Path(__file__).resolve().parents[1].joinpath(*name.split(".")[:-1])
+    finders: list[Any] = sys.meta_path  # of which pytest's gives itself as the loader of what it rewrites
+    for finder in finders:
+        spec = finder.find_spec(name, [str(folder)])
+        if spec is not None and spec.loader is finder:
+            module = types.ModuleType(name)
+            module.__spec__ = spec
+            vars(module)["__builtins__"] = {}
+            with contextlib.suppress(ImportError):
+                finder.exec_module(module)
 
 
 def pytest_collection() -> None:

@@ -89,6 +89,7 @@ WITHOUT_TORCH = frozenset(
         "profile.device_timeline",
         "profile.ledger",
         "profile.memory.analysis_client",
+        "profile.memory.analysis_process",
         "profile.memory.extrapolation",
         "profile.memory.peaks",
         "profile.memory.questions",
@@ -173,6 +174,7 @@ STARTS_WITHOUT_PYNVML = ("elastic_ext.training.prepare", "elastic_ext.run", "ela
 WHEN_CALLED: Mapping[str, str] = {
     "fsdp.checkpoint.format.copy": "numpy",
     "tuner.controller": "tuner.search",
+    "profile.memory.analysis_process": "profile.memory.analysis",
     "profile.output": "torch",
 }
 """What a light module imports in the functions that need it, which is not all that it is imported for: what is heavy,
@@ -228,7 +230,6 @@ READS_ENVIRON = frozenset(
         "fsdp.checkpoint.checkpointer",
         "profile.memory.analysis_process",
         "profile.step_costs",
-        "records.run_dir",
         "training.trainer",
     }
 )
@@ -604,12 +605,13 @@ def _is_broad(caught: ast.expr | None) -> bool:
 
 MOST_ARGUMENTS, MOST_CALLABLES = 8, 2
 LARGE_CONSTRUCTORS: Mapping[str, str] = {
-    # "module:Class": the reason why it takes more than 8 arguments, or more than 2 functions
+    # "module:Class": the reason why it takes more than 8 arguments, which a dataclass may, or more than 2 functions
     "agent.elastic_agent:ElasticAgent": "what torch's agent takes, and what belongs to it here",
     "agent.workers.workers:Workers": "what torch's agent starts workers with",
     "data.loader:ElasticDataLoader": "the arguments of torch's DataLoader",
     "data.sampler:ElasticDistributedSampler": "the arguments of torch's DistributedSampler",
     "master.tuning:Tuning": "where it runs a tuner, who makes that, and who is told, with a clock for tests",
+    "training.steps.state:StepState": "who hears of a step's moments, None where nobody does: steps look there often",
     "training.trainer:ElasticTrainer": "what a script gives: twelve arguments, four of which hold the others",
 }
 
@@ -628,17 +630,17 @@ def constructor_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -
     calls = re.compile(rf"\b({'|'.join(['Callable', *aliases])})\b")
     for module, source in sorted(sources.items()):
         for node in (node for node in nodes_of(source) if isinstance(node, ast.ClassDef)):
-            for made in (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"):
-                given = [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs][1:]
-                functions = [each for each in given if each.annotation and calls.search(ast.unparse(each.annotation))]
-                if len(given) <= MOST_ARGUMENTS and len(functions) <= MOST_CALLABLES:
-                    continue
-                large.add(place := f"{module}:{node.name}")
-                if place not in allowed:
-                    faults.append(
-                        f"{place} takes {len(given)} arguments, {len(functions)} of them functions; allowed: "
-                        f"{MOST_ARGUMENTS} and {MOST_CALLABLES}: hand on the object that has them"
-                    )
+            given, fields = _arguments(node), _fields(node)
+            taken: list[ast.arg | ast.AnnAssign] = [*given, *fields]
+            functions = [each for each in taken if each.annotation and calls.search(ast.unparse(each.annotation))]
+            if len(given) <= MOST_ARGUMENTS and len(functions) <= MOST_CALLABLES:
+                continue
+            large.add(place := f"{module}:{node.name}")
+            if place not in allowed:
+                faults.append(
+                    f"{place} takes {len(taken)} arguments, {len(functions)} of them functions; allowed: "
+                    f"{MOST_ARGUMENTS} and {MOST_CALLABLES}: hand on the object that has them"
+                )
     return [*faults, *(f"{place} is no large constructor any more" for place in sorted(set(allowed) - large))]
 
 
@@ -654,6 +656,94 @@ def class_name_faults(sources: Mapping[str, str]) -> list[str]:
         for name, modules in sorted(modules_of.items())
         if len(modules) > 1
     ]
+
+
+def _arguments(node: ast.ClassDef) -> list[ast.arg]:
+    """What the constructor that a class writes itself takes; nothing where it writes none."""
+    made = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    return [] if made is None else [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs][1:]
+
+
+def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
+    """What the constructor of a dataclass takes; nothing for other classes."""
+    is_dataclass = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    return [each for each in node.body if is_dataclass and isinstance(each, ast.AnnAssign)]
+
+
+PRIVATE_ELSEWHERE: Mapping[str, str] = {
+    # private names that a class of ours has too: whose they are where another class reaches for them
+    "_asdict": "a named tuple, which says that callers may use it",
+    "_drop_last": "a loader of accelerate's",
+    "_exit": "the module os",
+    "_fields": "a named tuple",
+    "_make": "a named tuple",
+    "_parameters": "a module of torch's",
+    "_replace": "a named tuple",
+    "_spec": "a DTensor",
+    "_values": "a sparse tensor",
+    "_version": "a tensor",
+}
+
+
+def private_name_faults(sources: Mapping[str, str], elsewhere: Mapping[str, str]) -> list[str]:
+    """Where a class reaches for a private name of another class's objects, or a function for one of another module's.
+
+    ``elsewhere`` has private names that objects of others have too; one that is not reached for is a fault.
+    """
+    owners: dict[str, set[str]] = {}  # by private name, the modules of the classes that define it
+    names_of: dict[str, set[str]] = {}  # by class, the private names that it defines or inherits
+    classes = [
+        (module, node)
+        for module, source in sources.items()
+        for node in nodes_of(source)
+        if isinstance(node, ast.ClassDef)
+    ]
+    for module, node in classes:
+        names_of[node.name] = set(_private_names_of(node))
+        for name in names_of[node.name]:
+            owners.setdefault(name, set()).add(module)
+    for _ in classes:  # until nothing is inherited any more, which is soon
+        before = sum(map(len, names_of.values()))
+        for _, node in classes:
+            for base in map(ast.unparse, node.bases):
+                names_of[node.name] |= names_of.get(base.partition("[")[0], set())
+        if sum(map(len, names_of.values())) == before:
+            break
+    faults, reached = [], set()
+
+    def walk(node: ast.AST, module: str, own: set[str] | None) -> None:
+        if isinstance(node, ast.ClassDef):
+            own = (own or set()) | names_of[node.name]
+        if isinstance(node, ast.Attribute) and node.attr in owners:
+            is_own = module in owners[node.attr] if own is None else node.attr in own
+            if not is_own and ast.unparse(node.value) not in ("self", "cls", "super()"):
+                reached.add(node.attr)
+                if node.attr not in elsewhere:
+                    faults.append(
+                        f"{module}, line {node.lineno}: reaches for {ast.unparse(node)}, which is private to another "
+                        "class: give it a public name there, or do it there"
+                    )
+        for child in ast.iter_child_nodes(node):
+            walk(child, module, own)
+
+    for module, source in sorted(sources.items()):
+        walk(parsed(source), module, None)
+    return [*faults, *(f"{name} is reached for nowhere any more" for name in sorted(set(elsewhere) - reached))]
+
+
+def _private_names_of(node: ast.ClassDef) -> Iterator[str]:
+    """The private names that a class defines: methods and fields in its body, and what it sets at ``self``."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each in node.body:
+            name = each.name
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            name = each.id
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            name = each.attr
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__") and name != "_":
+            yield name
 
 
 def store_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
@@ -809,6 +899,10 @@ def test_only_boards_call_a_store() -> None:
     _no_faults(store_faults(SOURCES, NAMES_A_STORE))
 
 
+def test_no_class_reaches_for_private_names_of_another() -> None:
+    _no_faults(private_name_faults(SOURCES, PRIVATE_ELSEWHERE))
+
+
 def test_a_constructor_takes_few_arguments_and_fewer_functions() -> None:
     _no_faults(constructor_faults(SOURCES, LARGE_CONSTRUCTORS))
 
@@ -818,6 +912,36 @@ def test_list_of_threads_is_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.OWN_THREADS", {})
     faults = [fault for module in _modules_of(places) for fault in writing_faults(module, SOURCES.get(module, ""))]
     assert [place for place in places if not any(f"'{place}'" in fault for fault in faults)] == []
+
+
+@pytest.mark.parametrize("table", ["READS_ENVIRON", "WRITES_TO_THE_TERMINAL"])
+def test_every_file_that_may_read_the_environment_or_print_does(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    may: frozenset[str] = globals()[table]
+    assert may <= set(SOURCES)
+    monkeypatch.setitem(globals(), table, frozenset())
+    words = {"READS_ENVIRON": "os.", "WRITES_TO_THE_TERMINAL": "prints"}[table]
+    assert {name for name in may if not any(words in fault for fault in writing_faults(name, SOURCES[name]))} == set()
+
+
+def test_every_light_module_imports_when_called_what_the_table_says() -> None:
+    for name, target in WHEN_CALLED.items():
+        seen = [each for each in _graph(SOURCES)[name] if each.in_function]
+        assert any(
+            f"{each.target}.".startswith(f"{target}.") or inner(each.target, SOURCES) == target for each in seen
+        ), name
+
+
+TESTS_ELSEWHERE = {"benchmarks", "saved", "support", "training/mistakes"}
+"""Folders of tests/ that are no folder of the package."""
+TESTED_FROM_ABOVE = {"agent/workers/at_start": "what runs in a worker's Python before anything else, in workers' tests"}
+
+
+def test_tests_lie_in_folders_of_the_same_names() -> None:
+    ours = {path.parent.relative_to(ROOT / PACKAGE).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")} - {"."}
+    theirs = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")} - {
+        "."
+    }
+    assert theirs - TESTS_ELSEWHERE == ours - set(TESTED_FROM_ABOVE)
 
 
 # --- the checks can fail --------------------------------------------------------------------------------------------
@@ -900,6 +1024,8 @@ def test_the_picture_of_the_house_has_its_folders_its_floors_and_no_file_that_is
     assert on_floors == dict(FLOORS)
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
     named = set(re.findall(r"`([a-z_/]+\.py)`", text))
+    whole = {name for name in named if name.partition("/")[0] in FLOORS}  # others are below the folder they go on from
+    assert whole - {each.removeprefix(f"{PACKAGE}/") for each in files} == set()
     assert {name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)} == set()
 
 
@@ -993,7 +1119,7 @@ def test_what_resembles_forbidden_writing_is_no_fault() -> None:
     source = 'class A:\n    def print(self) -> None: ...\n\ndef f(a: A) -> None:\n    """print(x)"""\n    a.print()\n'
     assert writing_faults("somewhere", source) == []
     assert writing_faults("somewhere", "try:\n    pass\nexcept (OSError, ValueError):\n    pass") == []
-    assert writing_faults("records.run_dir", "import os\nx = os.environ['A']") == []
+    assert writing_faults("training.trainer", "import os\nx = os.environ['A']") == []
 
 
 def test_named_place_may_catch_everything_and_its_neighbour_may_not() -> None:
@@ -1022,6 +1148,20 @@ def test_call_of_a_store_is_found_and_a_stale_reason_too() -> None:
     assert store_faults({}, {"m": "why"}) == ["m names no store any more"]
 
 
+def test_private_name_of_another_class_is_found_and_a_stale_exception_too() -> None:
+    owner = "class A:\n    def __init__(self): self._x = 1\n    def _f(self, other): return other._x\n"
+    own = f"{owner}class B(A):\n    def g(self, other): return other._f(self._x) + super()._f(1)\ndef h(a): return a._x"
+    assert private_name_faults({"m": own}, {}) == []
+    assert private_name_faults({"m": owner, "n": "class C:\n    def g(self, a): return a._y + self.b._z"}, {}) == []
+    for reaching in ("class C:\n    def g(self, a): return a._x", "class C:\n    def g(self): self.a._f(1)"):
+        (fault,) = private_name_faults({"m": owner + reaching}, {})
+        assert fault.startswith("m, line 5: reaches for ")
+    (fault,) = private_name_faults({"m": owner, "n": "def h(a): return a._x"}, {})
+    assert fault.startswith("n, line 1: reaches for a._x")
+    assert private_name_faults({"m": owner, "n": "def h(a): return a._x"}, {"_x": "why"}) == []
+    assert private_name_faults({"m": owner}, {"_x": "why"}) == ["_x is reached for nowhere any more"]
+
+
 def test_constructor_with_many_arguments_or_functions_is_found_and_a_stale_reason_too() -> None:
     many = "class A:\n    def __init__(self, a, b, c, d, e, f, g, h, i): ..."
     functions = (
@@ -1030,3 +1170,8 @@ def test_constructor_with_many_arguments_or_functions_is_found_and_a_stale_reaso
     few = "class C:\n    def __init__(self, a, *, b: Callable[[], int]): ..."
     faults = constructor_faults({"m": f"{many}\n{functions}\n{few}"}, {"m:C": "why"})
     assert [fault.partition(" ")[0] for fault in faults] == ["m:A", "m:B", "m:C"]
+    fields = "".join(f"    field_{number}: int\n" for number in range(9))
+    functions = "".join(f"    {name}: Callable[[], int]\n" for name in "abc")
+    classes = f"@dataclass(frozen=True)\nclass D:\n{fields}@dataclass\nclass E:\n{functions}class F:\n{functions}"
+    (fault,) = constructor_faults({"m": classes}, {})
+    assert fault.startswith("m:E takes 3 arguments, 3 of them functions")

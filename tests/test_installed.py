@@ -295,6 +295,31 @@ def test_whatever_needs_torch_starts_and_has_its_options(installed: Installed, s
     assert converted.status == 0 and (saved / "converted" / ".metadata").exists(), converted.err
 
 
+def test_the_processes_that_the_library_starts_by_itself_start(installed: Installed) -> None:
+    """The commands as a module, the process that predicts memory, and the one that outlives its agent."""
+    as_command, as_module = installed.run(["elastic-ext", "--help"], ["-m", "elastic_ext.cli", "--help"])
+    assert as_module.status == 0 and options_in(as_module.out) == options_in(as_command.out)
+
+    begin = "from elastic_ext.profile.memory.analysis_process import main; main()"
+    where: Any = {"cwd": installed.work, "env": installed.environ, "text": True}
+    with subprocess.Popen(
+        [sys.executable, "-c", begin], **where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
+    ) as analysis:
+        assert analysis.stdin is not None and analysis.stdout is not None
+        analysis.stdin.write("no question\n")
+        assert "problem" in json.loads(analysis.stdout.readline())
+        assert analysis.wait(DEADLINE_SECONDS) == 0
+    memory = installed.work / "elastic_ext-memory"
+    memory.mkdir()
+    warden = [sys.executable, "-m", "elastic_ext.agent.orphan_guard", str(memory), "1"]
+    dismissed, orphaned = (
+        subprocess.run(warden, **where, input=told, capture_output=True, timeout=DEADLINE_SECONDS)
+        for told in ('["done"]\n', "[]\n")
+    )
+    assert (dismissed.returncode, dismissed.stderr) == (0, "")
+    assert orphaned.returncode == 0 and "the agent was killed" in orphaned.stderr and not memory.exists()
+
+
 STATUSES: Sequence[tuple[int, Sequence[str]]] = [
     (2, []),
     (2, ["no-such-command"]),

@@ -152,5 +152,5 @@ def test_the_table_of_keys_is_what_it_was() -> None:
 
 def test_a_config_in_a_run_directory_is_watched_as_it_stands() -> None:
     with ConfigWatcher(SAVED / "run" / "config.json", use_events=False) as watcher:
-        assert watcher.held is not None and watcher.held.label == "version 4"
-        assert watcher.held.values() == {"optimizer.learning_rate": 0.25, "user.note": "one"}
+        assert watcher.newest is not None and watcher.newest.label == "version 4"
+        assert watcher.newest.values() == {"optimizer.learning_rate": 0.25, "user.note": "one"}

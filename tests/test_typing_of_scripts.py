@@ -33,11 +33,15 @@ def values_of_prepare(
 ) -> None:
     assert_type(trainer.prepare(optimizer), ElasticOptimizer)
     assert_type(trainer.prepare([optimizer, optimizer]), list[ElasticOptimizer])
+    assert_type(
+        trainer.prepare([optimizer, optimizer], [scheduler]), tuple[list[ElasticOptimizer], list[ElasticLRScheduler]]
+    )
     assert_type(trainer.prepare(optimizer, scheduler), tuple[ElasticOptimizer, ElasticLRScheduler])
     assert_type(
         trainer.prepare(optimizer, scheduler, scaler), tuple[ElasticOptimizer, ElasticLRScheduler, ElasticScaler]
     )
     assert_type(trainer.prepare(optimizer, scaler=scaler), tuple[ElasticOptimizer, ElasticScaler])
+    trainer.prepare("x")  # type: ignore[arg-type]
 
 
 def arguments_that_there_are(model: nn.Module, dataset: Any) -> None:

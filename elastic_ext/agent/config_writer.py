@@ -11,12 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory
+from elastic_ext.config.history import ConfigEdit, ConfigHistory
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.ranks.processes import ProcessIdentity, is_alive
 from elastic_ext.records.agent import AGENT_FILE, MOST_BYTES, AgentRecord
@@ -110,20 +110,10 @@ class ConfigWriter:
                 self._look()
                 self._enter()
 
-    def set(
-        self,
-        changes: Mapping[str, object],
-        *,
-        remove: Sequence[str] = (),
-        reason: str,
-        at_step: int | None = None,
-        refused: Collection[str] = (),
-    ) -> ElasticConfig:
+    def set(self, edit: ConfigEdit) -> ElasticConfig:
         """Write the next config version, as ``ConfigHistory.set``; after an OSError the file is as it was."""
         with self._turn(waits=True):
-            return self._write(
-                lambda: self._patient.set(changes, remove=remove, reason=reason, at_step=at_step, refused=refused)
-            )
+            return self._write(lambda: self._patient.set(edit))
 
     def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
         """Write the content before the present one as a new version, as ``ConfigHistory.undo``.
@@ -326,20 +316,6 @@ class ConfigWriter:
             _logger.warning("%s", words)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigEdit:
-    """A request for the next version of a config: what to change and to remove, why, and from which step on."""
-
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """The new values by dotted key, such as ``dataloader.batch_size``."""
-    remove: tuple[str, ...] = ()
-    """Dotted keys to remove, which then have their start-up values."""
-    reason: str = ""
-    at_step: int | None = None
-    refused: tuple[str, ...] = ()
-    """The digests of versions that the ranks of the job have refused: the next version is not made from them."""
-
-
 def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]:
     """The handlers of requests to change the config over the control socket, by name.
 
@@ -348,10 +324,7 @@ def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str,
 
     def config_set(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-set.")
-        new = writer.set(
-            edit.changes, remove=edit.remove, reason=edit.reason, at_step=edit.at_step, refused=edit.refused
-        )
-        return {"config": new.to_dict()}
+        return {"config": writer.set(edit).to_dict()}
 
     def config_undo(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-undo.")
@@ -381,19 +354,8 @@ class AgentsConfig:
         self._agent = agent
         self._timeout_seconds = timeout_seconds
 
-    def set(
-        self,
-        changes: Mapping[str, object],
-        *,
-        remove: Sequence[str] = (),
-        reason: str,
-        at_step: int | None = None,
-        refused: Collection[str] = (),
-    ) -> ElasticConfig:
+    def set(self, edit: ConfigEdit) -> ElasticConfig:
         """Have the agent write the next config version."""
-        edit = ConfigEdit(
-            changes=dict(changes), remove=tuple(remove), reason=reason, at_step=at_step, refused=tuple(refused)
-        )
         return self._written({"do": "config-set", **asdict(edit)})
 
     def undo(self, refused: Collection[str] = ()) -> ElasticConfig:

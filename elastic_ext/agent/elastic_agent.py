@@ -516,7 +516,7 @@ class ElasticAgent(LocalElasticAgent):
             if own:
                 self._board.tell("failed", [failure.to_row() for failure in own])
                 self._board.post("any-failed", True)  # of many nodes all look at this one key
-            return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
+            return [Failure.from_row(row) for rows in self._board.values_of("failed").values() for row in rows]
         except BoardGone:
             return own
 

@@ -222,7 +222,7 @@ def told(failure: Failure) -> str:
 def _hint(exit_code: int) -> str:
     """What an exit code without a traceback may mean, or where to look; empty where there is nothing to say."""
     if exit_code == -signal.SIGKILL:
-        return "the kernel sends SIGKILL where memory has run out (see `dmesg`), and a person or a scheduler may"
+        return "either memory ran out and the kernel sent SIGKILL (`dmesg` says so), or a person or a scheduler sent it"
     if exit_code == -signal.SIGBUS:
         return "a process gets SIGBUS where /dev/shm or another file system in memory is full: see `df -h /dev/shm`"
     if exit_code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):

@@ -201,7 +201,7 @@ class LiveChange:
 
     def _stage(self, own: ChangeRow) -> ChangeStage:
         try:
-            told = self._board.told(_ROWS).values()
+            told = self._board.values_of(_ROWS).values()
             rows = [record_of(ChangeRow, row) for row in told]
         except (BoardGone, ValueError):
             rows = []
@@ -338,7 +338,7 @@ class Membership:
             self._why_told = own
             board.tell_quietly("why-restart", own)
         try:
-            told = board.told("why-restart")
+            told = board.values_of("why-restart")
         except BoardGone:
             told = {}
         silent = self.member_places() - told.keys()
@@ -479,7 +479,7 @@ class Membership:
 def _leaving_on(board: RoundBoard) -> list[LeavingNode]:
     """The nodes that have told on a board that they leave, and whose workers go on until then."""
     try:
-        return [record_of(LeavingNode, row) for row in board.told(_DRAINING).values()]
+        return [record_of(LeavingNode, row) for row in board.values_of(_DRAINING).values()]
     except (BoardGone, ValueError):
         return []
 

@@ -83,7 +83,7 @@ def cost_in_words(ended: LastProgress, begun: Begun, *, now: float) -> str:
 
 
 def resumed_in_words(begun: Begun) -> str:
-    """From which checkpoint a job that is started resumes, its step, and how many ranks saved it, in a sentence."""
+    """The checkpoint from which a job that is started resumes, its step, and how many ranks saved it: a sentence."""
     words = f"training resumes from {begun.resumed_from}, of step {begun.step}"
     return words if begun.saved_by_ranks is None else f"{words}, saved by {counted(begun.saved_by_ranks, 'rank')}"
 
@@ -339,7 +339,7 @@ class NodeTasks:
                     board.post("standings-wanted", True)
                 if board.read("standings-wanted"):
                     board.tell("standings", standings_to_json(seen.standings))
-                    told = [text for place, text in board.told("standings").items() if place in self._together]
+                    told = [text for place, text in board.values_of("standings").items() if place in self._together]
                     everyone = [each for text in told for each in standings_from_json(text)]
                     verdict = find_hang(everyone, world_size=self._world_size)
                     is_heard = len(told) == len(self._together)  # else one that has still to tell may be waited for

@@ -344,7 +344,7 @@ class Command:
     path: str = _PATH
     """What the command's PATH may be, for --help."""
     finds: Literal["any job", "named jobs", "none"] = "none"
-    """Of which jobs the command finds the checkpoints without a PATH."""
+    """The jobs whose checkpoints the command finds without a PATH."""
     arguments: Callable[[argparse.ArgumentParser], None] = _of_none
     """Adds the arguments that the command has besides PATH."""
 

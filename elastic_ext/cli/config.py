@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,10 +19,10 @@ from elastic_ext.agent.config_writer import AgentsConfig, living_agent_of
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.status.files import read_run_directory
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import CONFIG_EVENTS, ConfigHistory, HistoryEntry, newest_accepted, refused_in
+from elastic_ext.config.history import CONFIG_EVENTS, ConfigEdit, ConfigHistory, HistoryEntry, refused_in
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import read_value, shown
-from elastic_ext.records.metrics import JobEvent
+from elastic_ext.records.metrics import JobEvent, RankMetrics
 from elastic_ext.records.text import counted, expanded, on_one_line
 
 from .jobs import config_file_in, one_job
@@ -46,7 +46,7 @@ class ConfigPlace(Protocol):
 
     ``refused`` gives why the ranks of the job have refused versions, by digest, and ``judged``, after a write, what
     they make of the new one; None where that is not waited for. ``taken`` gives how many nodes have a version, and how
-    many there are; None where nobody tells.
+    many there are, and ``step`` how many steps training has taken; None where nobody tells.
     """
 
     name: str
@@ -55,13 +55,12 @@ class ConfigPlace(Protocol):
     def current(self) -> ElasticConfig | None: ...
     def entries(self) -> list[HistoryEntry]: ...
     def json_lines(self) -> list[str]: ...
-    def set(
-        self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
-    ) -> ElasticConfig: ...
+    def set(self, edit: ConfigEdit) -> ElasticConfig: ...
     def undo(self) -> ElasticConfig: ...
     def refused(self) -> Mapping[str, str]: ...
     def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
+    def step(self) -> int | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +118,8 @@ class FilesConfig:
     def json_lines(self) -> list[str]:
         return [entry.to_json() for entry in self._history.entries()]
 
-    def set(
-        self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
-    ) -> ElasticConfig:
-        refused = list(self.refused())[-_MOST_REFUSED:]
-        return self._writer().set(changes, remove=remove, reason=reason, at_step=at_step, refused=refused)
+    def set(self, edit: ConfigEdit) -> ElasticConfig:
+        return self._writer().set(replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:]))
 
     def undo(self) -> ElasticConfig:
         return self._writer().undo(list(self.refused())[-_MOST_REFUSED:])
@@ -138,12 +134,9 @@ class FilesConfig:
 
         Nor is one waited for that is to take it at a step to come.
         """
-        now, host = time.time(), socket.gethostname()
-        found = [read_run_directory(each, now=now, host=host) for each in self._event_files]
-        ranks = [each for files in found for each in files.metrics if each.pid in files.living]
-        if not ranks or new.apply_at_step is not None:
+        newest = self._newest_metrics()
+        if newest is None or new.apply_at_step is not None:
             return None
-        newest = max(ranks, key=lambda each: each.time)
         deadline = time.monotonic() + _JUDGED_SECONDS
         while True:
             for event in self._look():
@@ -163,6 +156,18 @@ class FilesConfig:
     def taken(self, version: int) -> tuple[int, int] | None:
         """None: of a config file nobody tells which nodes have taken a version."""
         return None
+
+    def step(self) -> int | None:
+        """How many steps the running job has taken; None where none follows the file."""
+        newest = self._newest_metrics()
+        return None if newest is None else newest.step
+
+    def _newest_metrics(self) -> RankMetrics | None:
+        """What a living rank of the job has written last of itself; None where none follows the file."""
+        now, host = time.time(), socket.gethostname()
+        found = [read_run_directory(each, now=now, host=host) for each in self._event_files]
+        ranks = [each for files in found for each in files.metrics if each.pid in files.living]
+        return max(ranks, key=lambda each: each.time, default=None)
 
     def _look(self) -> list[JobEvent]:
         """The events about versions of the config since the last look."""
@@ -216,13 +221,13 @@ def _set(place: ConfigPlace, options: argparse.Namespace) -> str:
         if value is None and f"{path}=" not in options.assignments:
             raise _refused(f"{path} is null", f"a value, or {path}= to take the key out")
     refused = place.refused()
-    new = place.set(
+    edit = ConfigEdit(
         {path: value for path, value in pairs.items() if value is not None},
-        remove=[path for path, value in pairs.items() if value is None],
+        remove=tuple(path for path, value in pairs.items() if value is None),
         reason=options.reason,
         at_step=options.at_step,
     )
-    return _written(place, new, options, refused)
+    return _written(place, place.set(edit), options, refused)
 
 
 def _undo(place: ConfigPlace, options: argparse.Namespace) -> str:
@@ -270,18 +275,22 @@ def _written(
     the job refuses what was written.
     """
     earlier = [entry for entry in place.entries() if entry.config.version < new.version]
-    base = newest_accepted(earlier, passed_over)
-    before = ElasticConfig(version=0) if base is None else base.config
+    accepted = [entry.config for entry in earlier if entry.config.digest not in passed_over]
+    before = accepted[-1] if accepted else ElasticConfig(version=0)
+    early = _brought_forward(place, accepted, new) if options.command == "set" else ""
     taken, verdict = place.taken(new.version), place.judged(new)
     record: dict[str, Any] = {"version": new.version, "place": place.name, "changes": _changes_record(before, new)}
     is_named = any((options.file, options.job, options.master))
     words = f"version {new.version} written{'' if is_named else f' to {place.name}'}\n"
-    if earlier and earlier[-1] is not base:
+    if earlier and earlier[-1].config is not before:
         refused = earlier[-1].config
         why = on_one_line(passed_over[refused.digest])
         words += f"made from version {before.version}, since the job has refused version {refused.version}: {why}\n"
         record["made_from"] = before.version
     words += _changes_in_words(before, new, verdict)
+    if early:
+        words += f"{early}\n"
+        record["early"] = early
     if taken is not None:
         record |= {"num_holding": taken[0], "num_nodes": taken[1]}
         words += f"taken by {taken[0]} of {counted(taken[1], 'node')}\n"
@@ -294,6 +303,29 @@ def _written(
     if verdict is not None and verdict.outcome == "refused":
         raise RefusedByJob(output, f"{verdict.words}; `elastic-ext config undo` puts back what is in force")
     return output
+
+
+def _brought_forward(place: ConfigPlace, accepted: Sequence[ElasticConfig], new: ElasticConfig) -> str:
+    """What ``new`` brings into force before its time, in a sentence: keys that an earlier version set for a later step.
+
+    ``accepted`` are the versions before ``new`` that the job has not refused. Empty where there are no such keys.
+    """
+    base = accepted[-1] if accepted else new
+    begins = base.apply_at_step
+    if begins is None or (new.apply_at_step or 0) >= begins:
+        return ""
+    step = place.step()
+    reached = 0 if step is None else step
+    begun = [each for each in accepted if (each.apply_at_step or 0) <= reached]
+    before = begun[-1] if begun else ElasticConfig(version=0)
+    keys = [path for path in before.differences(base) if path not in base.differences(new)]
+    if not keys:
+        return ""
+    unless = ", unless that step has passed" if step is None else ""
+    return (
+        f"version {new.version} holds what version {base.version} set for step {begins} as well ({', '.join(keys)}): "
+        f"it comes into force with this version{unless}; --at-step {begins} would keep it waiting"
+    )
 
 
 def _existing(place: ConfigPlace) -> ElasticConfig:

@@ -19,10 +19,11 @@ from typing import Any
 
 from elastic_ext.agent.master.report import wire_text
 from elastic_ext.agent.status.status import ProgressStatus, seconds_for_steps
-from elastic_ext.agent.status.text import progress_in_words
+from elastic_ext.agent.status.text import once_each, progress_in_words
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
 from elastic_ext.master.address import MasterPlace
 from elastic_ext.master.client import MasterClient
+from elastic_ext.master.events import beginnings_in
 from elastic_ext.master.tuning import changes_in_words, rates_of
 from elastic_ext.master.wire import as_dict, logged_of, metrics_of
 from elastic_ext.master.wire import master_pb2 as wire
@@ -88,14 +89,16 @@ def status_words(status: wire.JobStatus, address: str, width: int | None = None)
             lines += [line for each in sentences for line in wrapped(each, width, first="    ", rest="      ")]
     if status.events:
         lines.append("  last events")
-        lines += [cut(f"    {event_words(each)}", width) for each in status.events[-_MOST_EVENTS:]]
+        told = once_each([(f"{each.node_id} {each.rank}", each) for each in status.events])[-_MOST_EVENTS:]
+        lines += [cut(f"    {event_words(each, len(sources))}", width) for sources, each in told]
     return "\n".join(lines)
 
 
-def event_words(event: wire.JobEvent) -> str:
-    """An event in words, on one line."""
-    who = [event.node_id or "master"]
-    who += [f"rank {event.rank}"] if event.rank >= 0 else []
+def event_words(event: wire.JobEvent, num_sources: int = 1) -> str:
+    """An event in words, on one line; ``num_sources`` ranks, or nodes' agents, have told it in the same words."""
+    who = [event.node_id or "master", *([f"rank {event.rank}"] if event.rank >= 0 else [])]
+    if num_sources > 1:
+        who = [counted(num_sources, "rank" if event.rank >= 0 else "node")]
     who += [f"step {event.step}"] if event.step >= 0 else []
     return on_one_line(f"{moment_words(event.time)}  {', '.join(who)}: {event.text}")
 
@@ -348,14 +351,14 @@ def run_tuning(place: MasterPlace, job: str, options: argparse.Namespace, termin
         with MasterClient(place) as client:
             if options.command == "log":
                 report = client.tuning(most=options.last)
+                beginnings = beginnings_in(client.events())
             else:
                 report = client.control_tuning(options.command, options.reason, job=wire_text(job))
     except (MasterError, ValueError) as error:
         terminal.complain(str(error))
         return _REFUSED if isinstance(error, (MasterRefused, ValueError)) else _TROUBLE
     if options.command == "log":
-        for decision in report.decisions:
-            terminal.tell(decision_record(decision), decision_words(decision))
+        _tell_log(report.decisions, beginnings, terminal)
         terminal.say(_standing(report.status))
         return _DONE
     decisions = [decision_record(each) for each in report.decisions]
@@ -375,20 +378,32 @@ def run_stored_log(run_dirs: Sequence[Path], options: argparse.Namespace, termin
     """
     from elastic_ext.agent.master.embedded import STATE_FOLDER  # these import all of a master
     from elastic_ext.master.status import decision_message
-    from elastic_ext.master.store import StoreError, stored_decisions
+    from elastic_ext.master.store import StoreError, stored_tuning
 
     try:
-        stores = (stored_decisions(each / STATE_FOLDER) for each in run_dirs)
+        stores = (stored_tuning(each / STATE_FOLDER) for each in run_dirs)
         found = next((each for each in stores if each is not None), None)
     except StoreError as error:
         terminal.complain(str(error))
         return _TROUBLE
     if found is None:
         return None
-    for decision in map(decision_message, found[-options.last :]):
-        terminal.tell(decision_record(decision), decision_words(decision))
-    terminal.say(f"the job's master has ended; its tuner had made {counted(len(found), 'decision')}")
+    shown = [*map(decision_message, found.decisions[-options.last :])]
+    _tell_log(shown, found.beginnings, terminal)
+    terminal.say(f"the job's master has ended; its tuner had made {counted(len(found.decisions), 'decision')}")
     return _DONE
+
+
+def _tell_log(decisions: Sequence[wire.TuningDecision], beginnings: Sequence[float], terminal: Terminal) -> None:
+    """Show decisions, and between them where a new training of the job began, by ``beginnings`` in order."""
+    for number, decision in enumerate(decisions):
+        began = [each for each in beginnings if each <= decision.time]
+        if number and began and began[-1] > decisions[number - 1].time:
+            terminal.say(f"--- a new training began {moment_words(began[-1])}")
+        record = {**decision_record(decision), "training_began": began[-1] if began else None}
+        terminal.tell(record, decision_words(decision))
+    if decisions and beginnings and beginnings[-1] > decisions[-1].time:
+        terminal.say(f"--- a new training began {moment_words(beginnings[-1])}, and the tuner has decided nothing yet")
 
 
 def decision_record(decision: wire.TuningDecision) -> dict[str, Any]:

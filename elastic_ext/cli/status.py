@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +46,8 @@ REFUSED = 2
 """Exit status where there is no such job or run directory."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a program that SIGINT ends."""
+_MOST_ENDED = 3
+"""Run directories of jobs that do not run, of which a line is shown without --all."""
 _WATCH_SECONDS = 2.0
 _LEAST_WATCH_SECONDS, _MOST_WATCH_SECONDS = 0.1, 86400.0
 
@@ -54,6 +56,11 @@ def add_arguments_of_status(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments of ``elastic-ext status``."""
     add_master_arguments(parser, add_places(parser))
     parser.add_argument("--json", action="store_true", help="one JSON object per run directory")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"all jobs of this machine, not just the newest {_MOST_ENDED} that have ended",
+    )
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -84,15 +91,20 @@ def run_status(options: argparse.Namespace, environ: Mapping[str, str], terminal
     running = [of_job for of_job in running if of_job]
     full = of_jobs[0] if len(of_jobs) == 1 else running[0] if len(running) == 1 else []
     others = [each for of_job in of_jobs for each in of_job if each not in full]
-    others.sort(key=lambda each: (each.state == "running", _last_seen(each)), reverse=True)
+    others.sort(key=lambda each: (each.state != "running", each.heard_seconds))
+    shown = others if options.all or terminal.as_json else _newest(others)
     for number, status in enumerate(full):
         terminal.tell(status.to_dict(), ("\n" if number else "") + words(status, terminal.width))
     if full and others:
         terminal.say("\nothers, which do not run:")
-    for status in others:
+    for status in shown:
         terminal.tell(status.to_dict(), line_of(status, terminal.width))
     if others:
-        terminal.say("one of them in full: elastic-ext status RUN_DIR, or --job NAME")
+        left_out = len(others) - len(shown)
+        more = (
+            f"; {left_out} older {'one' if left_out == 1 else 'ones'} too: elastic-ext status --all" if left_out else ""
+        )
+        terminal.say(f"one of them in full: elastic-ext status RUN_DIR, or --job NAME{more}")
     counted = full or [each for of_job in running for each in of_job]
     return TROUBLE if any(each.troubles for each in counted) else HEALTHY
 
@@ -130,8 +142,10 @@ def watch(look: Callable[[Terminal], int], terminal: Terminal, seconds: float) -
     return status
 
 
-def _last_seen(status: NodeStatus) -> float:
-    return -min((each.seen_seconds for each in status.ranks), default=float("inf"))
+def _newest(others: Sequence[NodeStatus]) -> list[NodeStatus]:
+    """Those of these that run, and the first few of the others."""
+    running = [each for each in others if each.state == "running"]
+    return running + [each for each in others if each.state != "running"][:_MOST_ENDED]
 
 
 # --- what has happened to a job, from the files of its run directories or from its master ----------------------------

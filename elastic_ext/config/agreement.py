@@ -257,6 +257,10 @@ class JoinedAgreement(JsonRecord):
     """Whether the script has asked on some rank to end its loop."""
     leaving: bool
     """Whether some rank's process was told to end."""
+    save: bool
+    """Whether the next boundary is to tell that a checkpoint was asked for, as ranks have agreed since the last one."""
+    copy: bool
+    """Whether the next boundary is to tell that a copy of training state was asked for."""
 
 
 class Agreement:
@@ -396,7 +400,7 @@ class Agreement:
         """Go on from where ranks are that this one joins, between two steps; ``take_world`` comes next."""
         self._num_boundaries, self._num_backwards, self.step = told.boundaries, told.backwards, told.step
         self._stopping, self._leaving = told.stopping, told.leaving
-        self._applied, self._save, self._copy = None, False, False
+        self._applied, self._save, self._copy = None, told.save, told.copy
 
     @property
     def place_to_join(self) -> JoinedAgreement:
@@ -407,6 +411,8 @@ class Agreement:
             step=self.step,
             stopping=self._stopping,
             leaving=self._leaving,
+            save=self._save,
+            copy=self._copy,
         )
 
     def start(self) -> Applied | None:
@@ -657,7 +663,7 @@ class Agreement:
             members=members,
             fresh=is_fresh or members > self._told_members,
             proposing=rounds.proposing,
-            asking=self._ranks.rank == 0 and self._lag.is_due(now),
+            asks_for_lag=self._ranks.rank == 0 and self._lag.is_due(now),
             stop=self._stop_wanted and not self._stopping,
             save=self._save_wanted,
             leave=self._has_to_tell_of_leaving,
@@ -690,7 +696,7 @@ class Agreement:
         self._lag.note(gathered.lowest_held, gathered.highest_held, self._clock())
         if gathered.proposing or (gathered.fresh and gathered.lowest_held > self._rounds.newest_agreed.version):
             self._keep_applied(self._rounds.hold_round(self._place))
-        elif gathered.asking:
+        elif gathered.asks_for_lag:
             self._name_laggards(gathered)
 
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:

@@ -114,7 +114,7 @@ class Applied:
 
     @property
     def values_used(self) -> dict[str, tuple[Value, Value]]:
-        """As ``changes``, with the script's own value, where it is known, of a key that a config leaves to it."""
+        """The ``changes``, with the script's own value, where it is known, of a key that a config leaves to it."""
         own = self.own_values
         return {
             path: (own.get(path) if old is None else old, own.get(path) if new is None else new)
@@ -253,7 +253,7 @@ class ConfigSource(Protocol):
     """Where a rank finds newer configs, such as a ConfigWatcher."""
 
     @property
-    def held(self) -> ElasticConfig | None:
+    def newest(self) -> ElasticConfig | None:
         """The newest valid config that was found, always the same object until there is another; None before one."""
 
     @property
@@ -265,7 +265,7 @@ class ConfigSource(Protocol):
 class NoSource:
     """A config source that never has a config."""
 
-    held: None = None
+    newest: None = None
     refusal: None = None
 
 
@@ -311,7 +311,7 @@ class ConfigRounds:
         self._announced: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
         self._warned_stale: set[tuple[int, str]] = set()  # files whose version is too low, that were warned of
         self._warned_conflict = ""  # what the last round said of files that contradict each other
-        self._looked_at: ElasticConfig | None = None  # what the source held when last looked for a stale file
+        self._looked_at: ElasticConfig | None = None  # the newest of the source when last looked for a stale file
         self._is_started = False
         self.on_refusal: Callable[[int, str, str], None] | None = None
         """Called on rank 0 with each version of the file that ranks refused together, its file's digest, and why.
@@ -338,6 +338,8 @@ class ConfigRounds:
             "base": self.base.to_dict(),
             "base_revision": self.base.revision,
             "scheduled": scheduled,
+            "settled": sorted(self._settled),
+            "warned_conflict": self._warned_conflict,
         }
 
     def join(self, told: Mapping[str, Any], *, leaves_out: Collection[str]) -> ElasticConfig:
@@ -350,7 +352,8 @@ class ConfigRounds:
         self._appliers.apply_here(self.config, config, leaves_out=leaves_out)
         self.config, self._announced = config, None
         self.scheduled = None if told["scheduled"] is None else ElasticConfig.from_dict(told["scheduled"])
-        self._settled.clear()
+        self._settled = {(version, digest) for version, digest in told["settled"]}
+        self._warned_conflict = told["warned_conflict"]
         self._proposals.clear()
         return config
 
@@ -448,22 +451,22 @@ class ConfigRounds:
     @property
     def has_new_file(self) -> bool:
         """Whether the source holds another file than when it was last looked at."""
-        return self._source.held is not self._looked_at
+        return self._source.newest is not self._looked_at
 
     def warn_of_stale_file(self) -> None:
         """Warn, once per content, of a file whose version is not above the newest that all ranks agreed on."""
-        held = self._source.held
-        if held is self._looked_at:
+        newest = self._source.newest
+        if newest is self._looked_at:
             return
-        self._looked_at = held
+        self._looked_at = newest
         agreed = self.newest_agreed
-        if held is None or held.version > agreed.version or _key(held) in self._settled | self._warned_stale:
+        if newest is None or newest.version > agreed.version or _key(newest) in self._settled | self._warned_stale:
             return
-        self._warned_stale.add(_key(held))
+        self._warned_stale.add(_key(newest))
         _logger.log(
             logging.WARNING if self.warns else logging.DEBUG,
             "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
-            held.version,
+            newest.version,
             agreed.version,
             "in force" if agreed is self.config else _when(agreed),
             agreed.version + 1,
@@ -484,8 +487,8 @@ class ConfigRounds:
         return self.config if self.scheduled is None else self.scheduled
 
     def _unsettled_file(self) -> ElasticConfig | None:
-        held = self._source.held
-        return None if held is None or _key(held) in self._settled else held
+        newest = self._source.newest
+        return None if newest is None or _key(newest) in self._settled else newest
 
     def _newer_file(self) -> ElasticConfig | None:
         file = self._unsettled_file()

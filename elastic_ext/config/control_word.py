@@ -145,7 +145,7 @@ class ControlWord:
     """Whether this rank holds a config, or a membership plan, that it has not told the others of."""
     proposing: bool = False
     """Whether this rank proposes a revision, on which a round is to decide."""
-    asking: bool = False
+    asks_for_lag: bool = False
     """Whether this rank asks which ranks lack a config, to warn of them."""
     stop: bool = False
     """Whether the script has asked on this rank to end its loop."""
@@ -180,7 +180,7 @@ class ControlWord:
     def has_news(self) -> bool:
         """Whether the other ranks should read this word: this rank has something to ask or to tell, or has failed."""
         asks = self.stop or self.save or self.leave or self.copy
-        return asks or self.fresh or self.proposing or self.asking or self.pacing or bool(self.failed)
+        return asks or self.fresh or self.proposing or self.asks_for_lag or self.pacing or bool(self.failed)
 
     @property
     def pulse(self) -> int:
@@ -194,13 +194,14 @@ class ControlWord:
 
     def to_bytes(self) -> bytes:
         """This control word as it is sent to the other ranks."""
-        return json.dumps(
-            asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}
-        ).encode()
+        record = asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}
+        record["asking"] = record.pop("asks_for_lag")  # its name in what ranks exchange
+        return json.dumps(record).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ControlWord:
         record = json.loads(data)
+        record["asks_for_lag"] = record.pop("asking")
         return cls(**record | {"purpose": Purpose(record["purpose"])})
 
 
@@ -208,8 +209,8 @@ class ControlWord:
 class GatheredWords:
     """The control words of all ranks, and what follows from them; the same on every rank.
 
-    ``fresh``, ``proposing``, ``asking``, ``stop``, ``save``, ``leave`` and ``copy`` are true where some rank's word has
-    them true.
+    ``fresh``, ``proposing``, ``asks_for_lag``, ``stop``, ``save``, ``leave`` and ``copy`` are true where some rank's
+    word has them true.
     """
 
     words: tuple[ControlWord, ...]
@@ -270,8 +271,8 @@ class GatheredWords:
         return any(word.proposing for word in self.words)
 
     @property
-    def asking(self) -> bool:
-        return any(word.asking for word in self.words)
+    def asks_for_lag(self) -> bool:
+        return any(word.asks_for_lag for word in self.words)
 
     @property
     def stop(self) -> bool:

@@ -23,8 +23,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -591,21 +591,23 @@ class ConfigFollower:
         ``doubt`` is what this rank did, in words such as "left a step in its middle", so that the others may be waiting
         elsewhere for it: then it does not wait long for them. Empty where it did nothing of the kind.
         """
-        self._raise_if_closed()
-        with self._waiting(doubt):
-            self.agreement.meet(Purpose.END_EPOCH)
+        self.meet(Purpose.END_EPOCH, doubt=doubt)
 
-    def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
-        """Return once every rank has come here to take a step again that failed on all of them; else raise.
+    def meet(self, purpose: Purpose, *, doubt: str = "", exchanges: int = 0, lost: int = 0) -> None:
+        """Return once every rank has come here for the same ``purpose`` with the same counts; else all raise.
 
-        A rank on which the step did not fail waits for this one's gradients and cannot be reached there: so this rank
-        waits half a minute at most, which is enough where all have failed. All ranks must come with the same counts.
-        ``purpose`` says how far the step had come. ``exchanges`` is how many collectives of the model it had begun:
-        with unlike numbers ranks would pair the messages of different collectives. ``lost`` is how many micro-batches
-        it had taken that do not come again: with unlike numbers ranks would no longer end their steps together.
+        The config in force stays. ``doubt`` is what this rank did, in words, so that the others may be waiting
+        elsewhere for it, such as for its gradients, where they cannot be reached: then this rank waits half a minute at
+        most, which is enough where all have done the same.
+
+        Before a step that was rolled back is taken again, ``exchanges`` is how many collectives of the model it had
+        begun: with unlike numbers ranks would pair the messages of different collectives. ``lost`` is how many
+        micro-batches it had taken that do not come again: with unlike numbers ranks would no longer end their steps
+        together.
         """
         self._raise_if_closed()
-        with self._waiting("took back a step that had failed on it"):
+        seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
+        with self.heartbeat.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
             self.agreement.meet(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
@@ -630,15 +632,6 @@ class ConfigFollower:
             gathered = self.agreement.compare_words("", text, Purpose.NOISE)
         return [text] * self.ranks.world_size if gathered is None else [word.brings for word in gathered.words]
 
-    def meet_to_shrink(self) -> None:
-        """Wait until all ranks are here with equal counts, else raise on all: a step ran out of memory.
-
-        Then comes ``revise``, where a smaller micro-batch has to be put in force, and the step is taken again.
-        """
-        self._raise_if_closed()
-        with self._waiting("took back a step that ran out of memory"):
-            self.agreement.meet(Purpose.RETRY_SMALLER)
-
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
         """Put a revision in force now, on all ranks, which call this with the same changes.
 
@@ -647,20 +640,9 @@ class ConfigFollower:
         self._raise_if_closed()
         return self.agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
-    def meet_to_go_back(self, *, doubt: str = "") -> None:
-        """Wait until all ranks are here with equal counts, else raise on all: training is to go back to a checkpoint.
-
-        The config in force stays. Whoever goes back sets ``agreement.step`` to the checkpoint's.
-        """
-        self._raise_if_closed()
-        with self._waiting(doubt):
-            self.agreement.meet(Purpose.REWIND)
-
     def finish(self, *, doubt: str = "") -> None:
         """Wait until all ranks are here with equal counts, else raise on all: training ends. ``close`` comes after."""
-        self._raise_if_closed()
-        with self._waiting(doubt):
-            self.agreement.meet(Purpose.FINISH)
+        self.meet(Purpose.FINISH, doubt=doubt)
         self._finished = True
         self.write_metrics()
 
@@ -743,13 +725,6 @@ class ConfigFollower:
                 self.tell_peers(error)
         finally:
             self.close("`with follower:` has ended" if error is None else "an exception has left `with follower:`")
-
-    @contextmanager
-    def _waiting(self, doubt: str) -> Iterator[None]:
-        """A context that waits for other ranks; not long where ``doubt`` says why they may be waiting elsewhere."""
-        seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
-        with self.heartbeat.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
-            yield
 
     def _raise_if_closed(self) -> None:
         if self._closed_by:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from .elastic_config import ElasticConfig
 
 __all__ = [
     "CONFIG_EVENTS",
+    "ConfigEdit",
     "ConfigHistory",
     "HistoryEntry",
-    "edited",
-    "newest_accepted",
+    "next_config",
     "next_version",
     "refused_in",
     "restored",
@@ -76,6 +76,20 @@ class HistoryEntry:
         return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigEdit:
+    """A request for the next version of a config: what to change and to remove, why, and from which step on."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict, kw_only=False)
+    """The new values by dotted key, such as ``dataloader.batch_size``."""
+    remove: tuple[str, ...] = ()
+    """Dotted keys to remove, which then have their start-up values."""
+    reason: str = ""
+    at_step: int | None = None
+    refused: tuple[str, ...] = ()
+    """The digests of versions that the ranks of the job have refused: the next version is not made from them."""
+
+
 _SCRIPTS = HistoryEntry(time=0.0, config=ElasticConfig(version=0))
 """What was in force before the first version: the script's own values, since the config has no key."""
 
@@ -100,7 +114,7 @@ def refused_in(events: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, 
     return {digest: why for digest, (_, why) in refused.items()}
 
 
-def newest_accepted(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) -> HistoryEntry | None:
+def _newest_accepted(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) -> HistoryEntry | None:
     """The newest entry whose digest is not ``refused``, from which the next version is made; None without one."""
     return next((entry for entry in reversed(entries) if entry.config.digest not in refused), None)
 
@@ -113,7 +127,7 @@ def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) 
     that is not.
     """
     if entries and entries[-1].config.digest in refused:
-        return newest_accepted(entries, refused) or _SCRIPTS
+        return _newest_accepted(entries, refused) or _SCRIPTS
     kept = [entry for entry in entries if entry.config.digest not in refused]
     for index in range(len(kept) - 1, 0, -1):
         if kept[index].restores is None and kept[index].config.version == kept[-1].origin:
@@ -124,36 +138,34 @@ def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) 
     raise _refused("there is no earlier version to go back to", "a file that sets a key, or whose history has")
 
 
-def edited(
-    current: ElasticConfig | None,
-    changes: Mapping[str, object],
-    *,
-    remove: Sequence[str] = (),
-    version: int,
-    reason: str,
-    at_step: int | None,
-) -> ElasticConfig:
-    """``current`` with dotted keys changed or removed, as another version; ConfigError where anything is refused."""
-    values: dict[str, Any] = {} if current is None else dict(current.values())
+def next_config(entries: Sequence[HistoryEntry], edit: ConfigEdit, *, version: int) -> ElasticConfig:
+    """The config that ``edit`` makes of the newest of ``entries`` that is not refused, as ``version``.
+
+    ConfigError where the edit, or what comes of it, is refused.
+    """
+    base = _newest_accepted(entries, edit.refused)
+    values: dict[str, Any] = {} if base is None else dict(base.config.values())
     values.pop("checkpoint.now", None)  # it was for the version that introduced it
-    for path in remove:
+    for path in edit.remove:
         if path not in values:
             raise _refused(f"{path} is not in the file", f"one of {', '.join(values) or 'no key at all'}")
         del values[path]
-    values.update(changes)
-    return replace(ElasticConfig.from_values(values, version=version, reason=reason), apply_at_step=at_step)
+    values.update(edit.changes)
+    new = ElasticConfig.from_values(values, version=version, reason=edit.reason)
+    return _of_allowed_size(replace(new, apply_at_step=edit.at_step))
 
 
 def restored(target: HistoryEntry, *, version: int) -> ElasticConfig:
-    """The content of ``target`` as another version."""
+    """The content of ``target`` as another version; ConfigError where its file would be too large."""
     is_first = target.origin == _SCRIPTS.origin
-    return replace(
+    new = replace(
         target.config,
         version=version,
         reason="back to before the first version: no key is set" if is_first else f"back to version {target.origin}",
         apply_at_step=None,
         checkpoint=replace(target.config.checkpoint, now=None),  # it was for the version that introduced it
     )
+    return _of_allowed_size(new)
 
 
 def next_version(entries: Sequence[HistoryEntry]) -> int:
@@ -185,26 +197,15 @@ class ConfigHistory:
         """All versions of the config file so far, oldest first, with its present one."""
         return self._with_current(self._read(), self.current())
 
-    def set(
-        self,
-        changes: Mapping[str, object],
-        *,
-        remove: Sequence[str] = (),
-        reason: str,
-        at_step: int | None = None,
-        refused: Collection[str] = (),
-    ) -> ElasticConfig:
-        """Write the next version with dotted keys changed or removed; ConfigError, and no write, if it is no config.
+    def set(self, edit: ConfigEdit) -> ElasticConfig:
+        """Write the next version, as ``next_config``; ConfigError, and no write, if it is no config.
 
-        It starts from the newest version, but for those that the job's ranks refused: ``refused`` has their digests.
+        Where there is no file the edit starts from a config without keys, whatever the history has.
         """
         with self._alone() as recorded:
             current = self.current()
             entries = self._with_current(recorded, current)
-            version = next_version(entries)
-            base = None if current is None else newest_accepted(entries, refused)
-            held = None if base is None else base.config
-            new = edited(held, changes, remove=remove, version=version, reason=reason, at_step=at_step)
+            new = next_config([] if current is None else entries, edit, version=next_version(entries))
             return self._write(new, entries)
 
     def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
@@ -221,7 +222,7 @@ class ConfigHistory:
                 current = None
             entries = self._with_current(recorded, current)
             is_lost = current is None and recorded
-            target = newest_accepted(recorded, refused) or _SCRIPTS if is_lost else undo_target(entries, refused)
+            target = _newest_accepted(recorded, refused) or _SCRIPTS if is_lost else undo_target(entries, refused)
             return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:
@@ -233,7 +234,7 @@ class ConfigHistory:
                 current = None
             if current is not None and current.version >= new.version:
                 return False
-            self._write(new, self._with_current(recorded, current))
+            self._write(_of_allowed_size(new), self._with_current(recorded, current))
             return True
 
     def take_in(self) -> None:
@@ -292,9 +293,7 @@ class ConfigHistory:
 
         The config file comes first: a history that lacks its newest version takes it in at the next call.
         """
-        data = new.to_json().encode()
-        ElasticConfig.parse(data)  # values that are allowed one by one can make a file that is too large
-        write_whole(self.path, data)
+        write_whole(self.path, new.to_json().encode())
         try:
             self._write_history([*entries, HistoryEntry(time=time.time(), config=new, restores=restores)])
         except OSError as error:
@@ -308,6 +307,12 @@ class ConfigHistory:
 
     def _write_history(self, entries: Sequence[HistoryEntry]) -> None:
         write_whole(self._history, "".join(entry.to_json() + "\n" for entry in entries[-_MOST_ENTRIES:]).encode())
+
+
+def _of_allowed_size(new: ElasticConfig) -> ElasticConfig:
+    """``new``; ConfigError where its file would be too large, which values that are allowed one by one can make it."""
+    ElasticConfig.parse(new.to_json().encode())
+    return new
 
 
 def _refused(given: str, allowed: str) -> ConfigError:

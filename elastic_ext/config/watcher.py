@@ -230,10 +230,10 @@ class _Versioned(Protocol):
     def version(self) -> int: ...
 
 
-_Held = TypeVar("_Held", bound=_Versioned)
+_Value = TypeVar("_Value", bound=_Versioned)
 
 
-class FileWatcher(Generic[_Held]):
+class FileWatcher(Generic[_Value]):
     """The newest valid value in one file, followed from ``start()`` (or ``with``) to ``close()``.
 
     ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place is
@@ -255,7 +255,7 @@ class FileWatcher(Generic[_Held]):
     ) -> None:
         self.path = path_given("path", path).absolute()
         self.on_news: Callable[[], None] = _do_nothing
-        """Called when another value is held, and when watching has failed, on the thread that finds that.
+        """Called when there is another value, and when watching has failed, on the thread that finds that.
 
         That is the watcher's own, watchdog's, or that of a caller of ``refresh``. For another value the thread has the
         watcher's lock: the call must not wait for anything that another thread does with this watcher.
@@ -263,8 +263,8 @@ class FileWatcher(Generic[_Held]):
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
-        self._held: _Held | None = None
-        self._held_at = 0.0
+        self._newest: _Value | None = None
+        self._newest_at = 0.0
         self._refusal: str | None = None
         self._stamp: FileStamp | None = None
         self._seen_hash: bytes | None = None  # of the file's contents when last read, valid or not
@@ -278,11 +278,11 @@ class FileWatcher(Generic[_Held]):
         name = f"elastic_ext watcher of {self.path.name}"
         self._thread = OwnedThread(self._run, name=name, wake=self._wake.set)
 
-    def _parsed(self, data: bytes) -> _Held:
+    def _parsed(self, data: bytes) -> _Value:
         """The value that the file's contents are; ValueError says why they are none."""
         raise NotImplementedError
 
-    def _are_same(self, one: _Held, other: _Held) -> bool:
+    def _are_same(self, one: _Value, other: _Value) -> bool:
         """Whether two values of one version are the same."""
         raise NotImplementedError
 
@@ -299,7 +299,7 @@ class FileWatcher(Generic[_Held]):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop following; what is held stays readable. Closing twice is allowed."""
+        """Stop following; the newest value stays readable. Closing twice is allowed."""
         self._thread.close(_CLOSE_SECONDS)
         if self._events is not None:
             self._events.close()
@@ -314,16 +314,16 @@ class FileWatcher(Generic[_Held]):
         self.close()
 
     @property
-    def held(self) -> _Held | None:
+    def newest(self) -> _Value | None:
         """The newest valid value seen in the file, None before the first. Raises once watching has failed."""
         if self._error is not None:
             raise ElasticError(f"watching {self.path} has failed; the log has the traceback") from self._error
-        return self._held
+        return self._newest
 
     @property
-    def held_at(self) -> float:
-        """When what is held was taken from the file, on the clock of ``time.monotonic``; 0 before the first."""
-        return self._held_at
+    def newest_at(self) -> float:
+        """When the newest value was taken from the file, on the clock of ``time.monotonic``; 0 before the first."""
+        return self._newest_at
 
     @property
     def refusal(self) -> str | None:
@@ -335,16 +335,16 @@ class FileWatcher(Generic[_Held]):
         """Whether the watching thread is following the file."""
         return self._thread.is_alive()
 
-    def refresh(self) -> _Held | None:
-        """Look at the file now, in the calling thread; gives what is held then."""
+    def refresh(self) -> _Value | None:
+        """Look at the file now, in the calling thread; gives the newest value then."""
         self._look(must_read=True)
-        return self.held
+        return self.newest
 
     def wait_for_version(self, version: int, timeout_seconds: float) -> bool:
-        """Whether a value of at least ``version`` was held before the time was up."""
+        """Whether a value of at least ``version`` came before the time was up."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._held is not None and self._held.version >= version, timeout=timeout_seconds
+                lambda: self._newest is not None and self._newest.version >= version, timeout=timeout_seconds
             )
 
     def wait_until_seen(self, data: bytes, timeout_seconds: float) -> bool:
@@ -364,7 +364,7 @@ class FileWatcher(Generic[_Held]):
                     is_changed |= self._events.follow(self.path)
                 self._look(must_read=is_changed)
             self._look(must_read=True, is_last=True)
-        except Exception as error:  # the top of a thread: kept for the owner, who learns of it in ``held``
+        except Exception as error:  # the top of a thread: kept for the owner, who learns of it in ``newest``
             self._fail(error)
 
     def _look_at_change(self, must_follow: bool) -> None:
@@ -417,9 +417,9 @@ class FileWatcher(Generic[_Held]):
             return
         self._seen_hash = fingerprint
         self._refusal = self._warn_at = None
-        held = self._held
-        if held is None or found.version != held.version or not self._are_same(found, held):
-            self._held, self._held_at = found, time.monotonic()
+        newest = self._newest
+        if newest is None or found.version != newest.version or not self._are_same(found, newest):
+            self._newest, self._newest_at = found, time.monotonic()
             self.on_news()
 
     def _refuse(self, fingerprint: bytes, reason: str) -> None:
@@ -450,7 +450,8 @@ class ConfigWatcher(FileWatcher[ElasticConfig]):
         return one.digest == other.digest
 
     def _kept_in_words(self) -> str:
-        return "the config in force stays" if self._held is None else f"and {self._held.label}, valid before, is kept"
+        newest = self._newest
+        return "the config in force stays" if newest is None else f"and {newest.label}, valid before, is kept"
 
 
 def _do_nothing() -> None: ...

@@ -97,7 +97,12 @@ class BatchPlan:
         return plan_step(batch, self.num_ranks, self.micro_batch, share_weights)
 
     def carried_over(self, sizes: tuple[int, ...], remaining: int | None) -> tuple[int, ...] | None:
-        """The ``carried`` for ``next_step``, if a batch of ``sizes`` is in hand; None where it changes nothing."""
+        """The ``carried`` for ``next_step``, if a batch of ``sizes`` is in hand; None where it changes nothing.
+
+        A batch that was cut for another number of ranks begins no step of these: it is to come again.
+        """
+        if len(sizes) != self.num_ranks:
+            return None
         usual = self.next_step(remaining)
         begins_so = usual is not None and sizes == tuple(each[0] for each in usual.micro_batches)
         return None if begins_so else sizes

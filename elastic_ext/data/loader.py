@@ -190,7 +190,7 @@ class LoaderConfigFollower:
             self._watcher.on_news = self._note
             self._watcher.start()
         self._has_news = False
-        new = self._watcher.held
+        new = self._watcher.newest
         if new is None or new is self._seen:
             return
         self._seen = new
@@ -470,6 +470,37 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._is_alone = False
         self._epochs.plan(plan, rank)
 
+    def take_batch(self, loop: _Loop) -> Any:
+        """The next batch of ``loop``, which is one over this loader and calls this; StopIteration at its end."""
+        batches, timeline = loop.batches, self.timeline
+        if not self.is_alone and self._epochs.last_loop is not batches:
+            raise ValueError(
+                "only one loop over a trainer's loader runs at a time, and a newer one has begun; for a loop within a "
+                "loop make a second loader that no trainer has"
+            )
+        if self._config_follower is not None:
+            self._config_follower.look()
+        if timeline is not None and not timeline.is_here:  # a thread that loads ahead: training does not wait for it
+            timeline = None
+        before = None if timeline is None else timeline.enter(Phase.DATA)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            self._finished = batches
+            if self.is_in_step():
+                self._ending = loop
+            else:
+                loop.close()
+            raise
+        finally:
+            if timeline is not None and before is not None:
+                timeline.enter(before)
+            if self.is_alone:  # what is handed out is consumed, also where it cannot be made
+                batches.commit()
+        if self.on_batch is not None:
+            self.on_batch(batch)
+        return batch
+
     def commit(self, num_micro_batches: int | None = None) -> None:
         """Take the first batches that were handed out, or all, as consumed; the others begin the next step."""
         before, loop = self._step_before, self._epochs.last_loop
@@ -670,53 +701,25 @@ class _StepBefore:
 class _Loop:
     """One loop over a loader; as it ends, the workers end that are its own."""
 
-    def __init__(self, loader: ElasticDataLoader, loop: BatchLoop, producer: BatchProducer | None) -> None:
+    def __init__(self, loader: ElasticDataLoader, batches: BatchLoop, producer: BatchProducer | None) -> None:
+        self.batches = batches
         self._loader = loader
-        self._loop = loop
         self._producer = producer
 
     def __len__(self) -> int:
         """How many batches the loop has from its beginning on, as they are cut now."""
-        return len(self._loop)
+        return len(self.batches)
 
     def __iter__(self) -> _Loop:
         return self
 
     def __next__(self) -> Any:
-        loader, loop = self._loader, self._loop
-        if not loader.is_alone and loader._epochs.last_loop is not loop:
-            raise ValueError(
-                "only one loop over a trainer's loader runs at a time, and a newer one has begun; for a loop within a "
-                "loop make a second loader that no trainer has"
-            )
-        if loader._config_follower is not None:
-            loader._config_follower.look()
-        timeline = loader.timeline
-        if timeline is not None and not timeline.is_here:  # a thread that loads ahead: training does not wait for it
-            timeline = None
-        before = None if timeline is None else timeline.enter(Phase.DATA)
-        try:
-            batch = next(loop)
-        except StopIteration:
-            loader._finished = loop
-            if loader.is_in_step():
-                loader._ending = self
-            else:
-                self.close()
-            raise
-        finally:
-            if timeline is not None and before is not None:
-                timeline.enter(before)
-            if loader.is_alone:  # what is handed out is consumed, also where it cannot be made
-                loop.commit()
-        if loader.on_batch is not None:
-            loader.on_batch(batch)
-        return batch
+        return self._loader.take_batch(self)
 
     def close(self) -> None:
         if self._producer is not None:
             self._producer.close()  # first: whoever has died by the same Ctrl-C is not to be replaced
-        self._loop.end()
+        self.batches.end()
 
     def __del__(self) -> None:
         self.close()

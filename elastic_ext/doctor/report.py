@@ -48,7 +48,8 @@ class NodeComparison:
 
     state: Literal["normal", "straggler", "undecided"]
     times_slower: float | None
-    """Its time over the median of all, or, of two, over that of the faster one; None with nothing to compare with."""
+    """The time of the node or pair over the median of all, or, of two, over that of the faster one; None with nothing
+    to compare with."""
     reason: str
 
 

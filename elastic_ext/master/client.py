@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import HistoryEntry
+from elastic_ext.config.history import ConfigEdit, HistoryEntry
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.text import on_one_line
@@ -310,12 +310,10 @@ class RemoteConfig:
         rows = [as_dict(each) for each in self._client.configs()]
         return [json.dumps({**row, "config": json.loads(row.pop("text"))}) for row in rows]
 
-    def set(
-        self, changes: Mapping[str, object], *, remove: Sequence[str] = (), reason: str, at_step: int | None = None
-    ) -> ElasticConfig:
-        """Have the master write the next config version."""
-        values = {key: json.dumps(value) for key, value in changes.items()}
-        request = pb.SetConfigRequest(changes=values, remove=remove, reason=reason, at_step=at_step)
+    def set(self, edit: ConfigEdit) -> ElasticConfig:
+        """Have the master write the next config version; which versions are refused the master knows by itself."""
+        values = {key: json.dumps(value) for key, value in edit.changes.items()}
+        request = pb.SetConfigRequest(changes=values, remove=edit.remove, reason=edit.reason, at_step=edit.at_step)
         return ElasticConfig.parse(self._client.set_config(request).text.encode())
 
     def undo(self) -> ElasticConfig:
@@ -345,6 +343,14 @@ class RemoteConfig:
             if num_holding == len(present) or time.monotonic() >= deadline:
                 return num_holding, len(present)
             Event().wait(_LOOK_SECONDS)
+
+    def step(self) -> int | None:
+        """How many steps training has taken; None where the master does not tell."""
+        try:
+            progress = self._client.status(without_workers=True, num_events=1).progress
+        except MasterError:  # the version is written all the same
+            return None
+        return progress.step if progress.HasField("step") else None
 
     def close(self) -> None:
         self._client.close()

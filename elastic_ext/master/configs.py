@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import HistoryEntry, edited, newest_accepted, next_version, restored, undo_target
+from elastic_ext.config.history import ConfigEdit, HistoryEntry, next_config, next_version, restored, undo_target
 from elastic_ext.errors import ConfigError, Refusal
 
 __all__ = ["Author", "AuthoredVersion", "ConfigBook", "ConfigStream", "ConfigStreams", "StaleVersion", "Unacknowledged"]
@@ -83,29 +83,16 @@ class ConfigBook:
         del self._versions[:-_MOST_KEPT]
 
     def propose(
-        self,
-        changes: Mapping[str, object],
-        *,
-        remove: Sequence[str],
-        reason: str,
-        at_step: int | None,
-        now: float,
-        author: Author = "person",
-        made_from: int | None = None,
-        refused: Collection[str] = (),
+        self, edit: ConfigEdit, *, now: float, author: Author = "person", made_from: int | None = None
     ) -> AuthoredVersion:
-        """The next version, made from the newest by ``changes`` and ``remove``; it is not entered yet.
+        """The next version, as ``next_config`` makes it of ``edit``; it is not entered yet.
 
-        Versions whose digest is ``refused`` are passed over. Raises ConfigError for an invalid config, StaleVersion
-        where ``made_from`` is given and is not the newest version.
+        Raises ConfigError for an invalid config, StaleVersion where ``made_from`` is given and is not the newest
+        version.
         """
         if made_from is not None and made_from != self.version:
             raise StaleVersion(f"a change was made from version {made_from}, and version {self.version} is the newest")
-        base = newest_accepted([each.entry for each in self._versions], refused)
-        version = self.version + 1
-        current = None if base is None else base.config
-        config = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
-        ElasticConfig.parse(config.to_json().encode())  # values that are allowed one by one can make too large a file
+        config = next_config([each.entry for each in self._versions], edit, version=self.version + 1)
         return AuthoredVersion(entry=HistoryEntry(time=now, config=config), author=author)
 
     def propose_undo(self, *, now: float, refused: Collection[str] = ()) -> AuthoredVersion:

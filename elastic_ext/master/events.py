@@ -14,7 +14,16 @@ from elastic_ext.config.history import CONFIG_EVENTS, refused_in
 from elastic_ext.records.json import JsonRecord, object_of
 from elastic_ext.records.text import counted, on_one_line
 
-__all__ = ["MASTERS_OWN", "EventLog", "EventRecord", "HeardRecord", "NodeRecord", "refusal_in", "refused_versions"]
+__all__ = [
+    "MASTERS_OWN",
+    "EventLog",
+    "EventRecord",
+    "HeardRecord",
+    "NodeRecord",
+    "beginnings_in",
+    "refusal_in",
+    "refused_versions",
+]
 
 
 # --- what a master keeps of nodes and events, as records that stand in its store -------------------------------------
@@ -106,6 +115,24 @@ def refused_versions(events: Iterable[_ConfigEvent]) -> dict[str, str]:
             with suppress(ValueError):
                 told.append((event.kind, object_of(event.details)))
     return refused_in(told)
+
+
+class _RankEvent(Protocol):
+    """The part of an event that says where a training has begun."""
+
+    @property
+    def time(self) -> float: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+
+
+def beginnings_in(events: Iterable[_RankEvent]) -> list[float]:
+    """When trainings have begun with their first step, in seconds since 1970, by the events of rank 0."""
+    return sorted(each.time for each in events if each.kind == "training-began" and each.rank == each.step == 0)
 
 
 # --- what happened in a job, numbered in the order in which the master heard of it -----------------------------------

@@ -60,11 +60,18 @@ def _check_counts(facts: JobFacts) -> None:
             f"global_batch is {facts.global_batch}; allowed: from share, {facts.share}, to share times num_replicas, "
             f"{most}"
         )
-    counts = (facts.restart, facts.config_version, facts.config_revision, facts.num_blocks, facts.num_parameters)
+    counts = (
+        facts.restart,
+        facts.members,
+        facts.config_version,
+        facts.config_revision,
+        facts.num_blocks,
+        facts.num_parameters,
+    )
     if not all(0 <= each < _MOST_COUNT for each in counts) or not 0 <= facts.time < _MOST_COUNT:
         raise ValueError(
-            "restart, config_version, config_revision, num_blocks, num_parameters or time is no amount; allowed: 0 to "
-            f"{_MOST_COUNT - 1}"
+            "restart, members, config_version, config_revision, num_blocks, num_parameters or time is no amount; "
+            f"allowed: 0 to {_MOST_COUNT - 1}"
         )
     if facts.learning is not None and not facts.learning.first_batch < _MOST_COUNT:
         raise ValueError(f"learning.first_batch is no amount; allowed: less than {_MOST_COUNT} samples")

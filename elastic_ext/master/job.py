@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from elastic_ext.config.history import ConfigEdit
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.text import on_one_line
 from elastic_ext.tuner.decisions import Decision
@@ -250,15 +251,14 @@ class Job:
                 changes[key] = json.loads(text)
             except (ValueError, RecursionError):
                 raise RequestRefused("invalid", f"the value of {key[:100]} is no JSON: {text[:100]!r}") from None
-        at_step = request.at_step if request.HasField("at_step") else None
-        return self.book.propose(
+        edit = ConfigEdit(
             changes,
-            remove=list(request.remove),
+            remove=tuple(request.remove),
             reason=request.reason,
-            at_step=at_step,
-            now=now.time,
-            refused=refused_versions(self.event_log.after(0)),
+            at_step=request.at_step if request.HasField("at_step") else None,
+            refused=tuple(refused_versions(self.event_log.after(0))),
         )
+        return self.book.propose(edit, now=now.time)
 
     def propose_undo(self, now: Now, request: wire.UndoConfigRequest) -> AuthoredVersion:
         """The next config version, with the content from before the newest, to be stored and entered.
@@ -282,15 +282,9 @@ class Job:
         check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
         there = self.book.newest.config.values() if self.book.newest is not None else {}
         changes = {path: value for path, value in decision.changes.items() if value is not None}
-        return self.book.propose(
-            changes,
-            remove=[path for path, value in decision.changes.items() if value is None and path in there],
-            reason=decision.reason,
-            at_step=None,
-            now=now.time,
-            author="generated",
-            made_from=decision.base,
-        )
+        remove = tuple(path for path, value in decision.changes.items() if value is None and path in there)
+        edit = ConfigEdit(changes, remove=remove, reason=decision.reason)
+        return self.book.propose(edit, now=now.time, author="generated", made_from=decision.base)
 
     def enter(self, now: Now, authored: AuthoredVersion, *, decision: int | None = None) -> None:
         """Make a version that is stored the newest config, which all nodes are to hold.

@@ -45,7 +45,7 @@ class MeasurementRounds:
     def __init__(self, *, patience_seconds: float) -> None:
         """A rank that has reported nothing ``patience_seconds`` after the first rank of a round counts as silent."""
         self._patience_seconds = patience_seconds
-        self._job = 0, 0  # restart, world size
+        self._job = 0, 0, 0  # restart, version of the members, world size
         self._ranks: Sequence[int] = ()
         self._config = 0, 0
         self._num_settling: dict[int, int] = {}  # windows of a rank that did not count, under this config
@@ -66,11 +66,12 @@ class MeasurementRounds:
         """The newest config version under which ranks have reported steps; 0 before there is one."""
         return self._config[0]
 
-    def expect(self, restart: int, world_size: int) -> None:
-        """Begin anew for the ranks of a restart; a call with the same restart and world size changes nothing."""
-        if (restart, world_size) == self._job:
+    def expect(self, restart: int, world_size: int, members: int = 0) -> None:
+        """Begin anew for the ranks of a restart, or of a change of members; a call with the same changes nothing."""
+        job = restart, members, world_size
+        if job == self._job:
             return
-        self._job, self._config = (restart, world_size), (0, 0)
+        self._job, self._config = job, (0, 0)
         stride = 1 if world_size <= _MOST_RANKS else -(-world_size // _MOST_RANKS) | 1
         self._ranks = range(0, world_size, stride)
         self._is_silence_told = False
@@ -108,7 +109,9 @@ class MeasurementRounds:
 
     def _take(self, now: float, rank: int, said: master_pb2.StepWindow) -> None:
         window = fitting_window(said, rank)
-        if window is not None and (window.num_steps == 0 or (window.restart, window.world_size) != self._job):
+        if window is not None and (
+            window.num_steps == 0 or (window.restart, window.members, window.world_size) != self._job
+        ):
             return
         if not self._windows and not self._broken:
             self._began = now
@@ -142,7 +145,7 @@ class MeasurementRounds:
             step=0,
             num_steps=0,
             num_ranks=0,
-            world_size=self._job[1],
+            world_size=self._job[2],
             num_asked=len(self._ranks),
             step_seconds=0.0,
             trouble=_trouble({}, self._ranks, broken),

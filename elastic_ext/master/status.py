@@ -57,7 +57,7 @@ def job_status(job: Job, now: Now, request: wire.GetStatusRequest, *, ranks_belo
         tuning=_tuning_status(job.tuning),
     )
     verdict = job.collector.verdict(now.time)
-    status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text, share=verdict.share))
+    status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text_over_steps, share=verdict.share))
     comparison = job.compared_machines
     status.groups.extend(comparison.groups)
     status.recommendations.extend(comparison.recommendations)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.history import HistoryEntry
@@ -21,7 +21,7 @@ from elastic_ext.tuner.decisions import Decision
 from .cluster import Machines
 from .collector import Collector
 from .configs import Author, AuthoredVersion
-from .events import EventLog, EventRecord, HeardRecord, NodeRecord
+from .events import EventLog, EventRecord, HeardRecord, NodeRecord, beginnings_in
 from .nodes import MembershipPlans, Node, Nodes
 from .tuning import Tuning
 
@@ -32,7 +32,7 @@ __all__ = [
     "Superseded",
     "Unsaved",
     "UnsavedChanges",
-    "stored_decisions",
+    "stored_tuning",
     "why_no_store_in",
 ]
 
@@ -306,8 +306,17 @@ class JobStore:
             raise StoreError(f"{self.path} holds what no master has written: {error}") from error
 
 
-def stored_decisions(folder: Path) -> list[Decision] | None:
-    """The tuner's decisions in the store in ``folder``, oldest first, of a master that has ended; None without a store.
+class StoredTuning(NamedTuple):
+    """What the store of a master that has ended says of the job's tuner."""
+
+    decisions: Sequence[Decision]
+    """The tuner's decisions, oldest first."""
+    beginnings: Sequence[float]
+    """When trainings of the job have begun, in seconds since 1970."""
+
+
+def stored_tuning(folder: Path) -> StoredTuning | None:
+    """What the store in ``folder`` says of the job's tuner; None without a store.
 
     Nothing is changed there. StoreError where the store is damaged.
     """
@@ -318,7 +327,12 @@ def stored_decisions(folder: Path) -> list[Decision] | None:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             if db.execute(_STRANGE).fetchone() is not None:
                 raise ValueError("it holds what no master has written")
-            return [Decision.from_json(text) for (text,) in db.execute("SELECT record FROM decisions ORDER BY number")]
+            decisions = db.execute("SELECT record FROM decisions ORDER BY number")
+            events = db.execute("SELECT record FROM events ORDER BY number")
+            return StoredTuning(
+                [Decision.from_json(text) for (text,) in decisions],
+                beginnings_in(EventRecord.from_json(text) for (text,) in events),
+            )
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
 

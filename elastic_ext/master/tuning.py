@@ -362,7 +362,7 @@ class Tuning:
         self._tell = tell
         self._slow = slow
         self._make = make or _library_tuner
-        self._asking = TunerQueue(run, self)
+        self._queue = TunerQueue(run, self)
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._rounds = MeasurementRounds(patience_seconds=_PATIENCE_SECONDS)
@@ -391,7 +391,7 @@ class Tuning:
 
     def beat_seconds(self, usual: float, num_nodes: int) -> float:
         """The seconds between two beats of a node: fewer than ``usual`` while the tuner probes, if nodes are few."""
-        standing = self._asking.standing
+        standing = self._queue.standing
         is_trying = standing is not None and standing.stand == "probing"
         return min(usual, _PROBE_BEAT_SECONDS) if is_trying and num_nodes <= _MOST_NODES else usual
 
@@ -403,7 +403,7 @@ class Tuning:
             return "off", _OFF, None
         if self._refused_facts:
             return "waiting", self._refused_facts, None
-        standing = self._asking.standing
+        standing = self._queue.standing
         if standing is None or self._facts is None:
             return "waiting", _SILENT, None
         return standing.stand, standing.sentence, standing.best_rate
@@ -421,12 +421,12 @@ class Tuning:
                 self._tell(now, "tuning-facts-refused", words)
             return
         self._facts, self._refused_facts = facts, ""
-        self._rounds.expect(facts.restart, facts.world_size)
+        self._rounds.expect(facts.restart, facts.world_size, facts.members)
         self._ask(now, lambda tuner: tuner.take_facts(now, facts), kind="facts")
 
     def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
         """Take the workers of a node's beat, with their profile windows."""
-        if not self._asking.has_begun or not any(each.windows for each in workers):
+        if not self._queue.has_begun or not any(each.windows for each in workers):
             return
         self._rounds.take(now, workers)
         self._look_at_pending(now)
@@ -450,14 +450,14 @@ class Tuning:
             self._pending = _PendingVersion(number, config.version)
             self._note_written(number, config.version)
             self._ask(now, lambda tuner: _tell_written(tuner, now, number, config.version))
-        if self._asking.has_begun:
+        if self._queue.has_begun:
             self._ask(now, lambda tuner: tuner.take_config(now, config, author))
         self._mode = mode
         self._due = [number for number in self._due if self._may_write(self._decisions[number])]
         if mode == "off":
-            self._asking.end()
+            self._queue.end()
             self._pending = None
-        elif not self._asking.has_begun and self._facts is not None:
+        elif not self._queue.has_begun and self._facts is not None:
             facts = self._facts
             self._ask(now, lambda tuner: tuner.take_facts(now, facts))
 
@@ -476,7 +476,7 @@ class Tuning:
 
     def tick(self, now: float, *, is_held: bool) -> None:
         """Do what is due about once a second; ``is_held`` says whether all nodes hold the newest config version."""
-        if not self._asking.has_begun:
+        if not self._queue.has_begun:
             return
         if self._pending is not None and is_held and self._pending.held_at is None:
             self._pending.held_at, self._pending.num_windows = now, self._rounds.num_windows
@@ -503,7 +503,7 @@ class Tuning:
 
     def after(self, then: Callable[[], None]) -> None:
         """Call ``then`` once the tuner has answered all that it was asked so far."""
-        self._asking.after(then)
+        self._queue.after(then)
 
     # ---- for the store ----
 
@@ -526,12 +526,12 @@ class Tuning:
         """
         if self._mode == "off" or self._failure:
             return
-        asking = self._asking
-        if not asking.has_begun and (begins or self._facts is not None):
+        queue = self._queue
+        if not queue.has_begun and (begins or self._facts is not None):
             config, author = self._config
-            asking.begin(now, partial(self._make, self._mode), lambda tuner: tuner.take_config(now, config, author))
-        if asking.has_begun:  # it may have failed at once
-            asking.ask(now, ask, kind)
+            queue.begin(now, partial(self._make, self._mode), lambda tuner: tuner.take_config(now, config, author))
+        if queue.has_begun:  # it may have failed at once
+            queue.ask(now, ask, kind)
 
     def take_failure(self, now: float, error: Exception) -> None:
         """Note that the tuner has failed with ``error``, and decides nothing any more."""

@@ -14,7 +14,18 @@ from elastic_ext.records.json import JsonRecord, shown
 
 from .plan import MembershipPlan
 
-__all__ = ["Answer", "MembersDecision", "decide", "differences", "digest_of", "why_not_members"]
+__all__ = [
+    "Answer",
+    "MembersDecision",
+    "decide",
+    "differences",
+    "digest_of",
+    "seconds_to_settle",
+    "why_not_members",
+]
+
+_SETTLE_SECONDS = 2.0
+_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +39,8 @@ class Answer(JsonRecord):
     """Why this rank cannot train by the plan; empty where it can."""
     why_later: str = ""
     """What this rank has to end before members can change; empty for nothing."""
+    registered: str = ""
+    """The digest of what each rank keeps for itself; empty where all of it is to be that of the first rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +50,12 @@ class MembersDecision:
     kind: Literal["apply", "refuse", "later", "newer"]
     """``later``: something has to end first; ``newer``: some ranks hold a newer plan, of which the others will hear."""
     why: str = ""
+
+
+_UNLIKE = (
+    "registered tensors, or buffers of a sharded model, differ between the ranks, and whoever joins would go on with "
+    "those of the rank whose place it takes; checkpoints have the tensors of each rank"
+)
 
 
 def digest_of(plan: MembershipPlan) -> str:
@@ -63,7 +82,20 @@ def decide(answers: Sequence[Answer], names: Sequence[object]) -> MembersDecisio
     later = next(
         (f"{name}: {answer.why_later}" for answer, name in zip(answers, names, strict=True) if answer.why_later), ""
     )
-    return MembersDecision(kind="later", why=later) if later else MembersDecision(kind="apply")
+    if later:
+        return MembersDecision(kind="later", why=later)
+    if len({answer.registered for answer in answers}) > 1:
+        return MembersDecision(kind="refuse", why=_UNLIKE)
+    return MembersDecision(kind="apply")
+
+
+def seconds_to_settle(waited_seconds: float) -> float | None:
+    """How long a boundary waits for a save under way before the plan is left to the next boundary.
+
+    All boundaries together wait for two seconds of the time for which the plan has waited; after twenty of them the
+    save is waited for however long it takes, None, since another may follow each save.
+    """
+    return None if waited_seconds > _PATIENCE_SECONDS else max(_SETTLE_SECONDS - waited_seconds, 0.0)
 
 
 def why_not_members(plan: MembershipPlan, seats: Sequence[int]) -> str | None:
@@ -81,7 +113,7 @@ def why_not_members(plan: MembershipPlan, seats: Sequence[int]) -> str | None:
 
 
 def differences(mine: Mapping[str, Any], others: Mapping[str, Any], *, most: int = 5) -> str:
-    """In what a worker that joins differs from those that train, in words; empty where it does in nothing."""
+    """The differences between a worker that joins and those that train, in words; empty where there are none."""
     unlike = [
         f"{name} is {shown(mine.get(name), 200)} here and {shown(others.get(name), 200)} there"
         for name in dict.fromkeys([*others, *mine])

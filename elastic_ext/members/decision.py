@@ -135,7 +135,7 @@ class MeetingDecision:
     """``start``: all workers are started, those that run are ended first. ``live``: the workers of who stays go on.
     ``same``: they go on, and nobody joins or leaves."""
     why: str = ""
-    """Of ``start``, why members do not change live, else why those who are kept out are: a sentence. Empty where there
+    """Why members do not change live (``start``), or else why those who are kept out are: a sentence. Empty where there
     is nothing to say, as after a failure."""
     joined: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
@@ -306,9 +306,9 @@ class ChangeRow:
     version: int
     state: RowState
     why: str = ""
-    """Of ``failed`` and ``refused``: the reason, a sentence."""
+    """The reason for ``failed`` and ``refused``, a sentence."""
     refused: tuple[str, ...] = ()
-    """Of ``refused``: the nodes for the sake of whose workers, which the others are to go on without; else none."""
+    """The nodes whose workers are the reason for ``refused``: the others are to go on without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from elastic_ext.records.json import JsonRecord
 
 __all__ = ["JOINS", "Member", "MembershipMode", "MembershipPlan", "NodeShare"]
 
+_MOST_WORKERS = 4096  # of a node: more are in a damaged plan alone, and would fill the memory
 JOINS = "ELASTIC_EXT_JOINS"
 """The variable by which an agent says which plan a worker is to join, by its version."""
 
@@ -76,6 +77,10 @@ class MembershipPlan(JsonRecord):
         """ValueError where ranks do not follow one another, or workers share a seat: nobody could train by that."""
         first = 0
         for node in self.nodes:
+            if node.num_workers > _MOST_WORKERS:
+                raise ValueError(
+                    f"node {node.node_id} has {node.num_workers} workers; allowed: {_MOST_WORKERS} at most"
+                )
             if node.num_workers < 1 or node.first_rank != first:
                 raise ValueError(
                     f"node {node.node_id} has ranks from {node.first_rank}, {node.num_workers} of them; allowed: at "

@@ -6,17 +6,18 @@ taken for theirs. The same store has the board on which ranks that train and wor
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 from datetime import timedelta
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.ranks.board import Board
 from elastic_ext.ranks.group import Ranks
+from elastic_ext.torch_private.groups import limit_of_default_group, set_limit, store_of_default_group
 
 from .plan import MembershipPlan
 from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
@@ -28,6 +29,7 @@ _SHORT_PAUSE_SECONDS = 0.005  # where training waits, or soon goes on
 _PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
+_LATER_SECONDS = 5.0  # by which ranks that lose a peer may raise after the first of them
 _BACKEND = "gloo"
 
 
@@ -37,7 +39,10 @@ def present_backend() -> str:
 
 
 class Generation:
-    """The process groups of a plan's members, formed in the place of those that are there: a ``Regroup`` of a model."""
+    """The process groups of a plan's members, formed in the place of those that are there: a ``Regroup`` of a model.
+
+    Until their ranks have all met in ``agree`` no collective of groups formed here takes long.
+    """
 
     def __init__(
         self,
@@ -65,8 +70,11 @@ class Generation:
         self._prefix = prefix_of(plan.generation, plan.version)
         self._new = None if new is None else (new, plan.world_size)
         self._old = None if old is None else (old, ranks.world_size)
+        self._version, self._members_before = plan.version, ranks.world.members
         self._form_seconds = form_seconds
-        self._timeout = _timeout_now()
+        self._limit = limit_of_default_group() or default_pg_timeout  # for the groups to come, too
+        self._store_before: Any = store_of_default_group() if dist.is_initialized() else None
+        self._is_limited = False
         self.board = Board(self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=_PAUSE_SECONDS)
         """What ranks that train and workers that join tell each other by."""
         self.quick_board = Board(
@@ -80,51 +88,47 @@ class Generation:
         The first of them has the joiners do so too.
         """
         assert self._new is not None, "who leaves forms nothing"
-        place = self._new
-        if place[0] == 0:  # one of those who stay, and the others of them have come as far
+        if self._new[0] == 0:  # one of those who stay, and the others of them have come as far
             self.board.post(GO, {"why": ""})
-        self._ranks.regroup(lambda: self._form(GROUPS, place))
+        store = dist.PrefixStore(f"{self._prefix}/{GROUPS}", self._store)  # type: ignore[attr-defined]
+        self._form(store, self._new, self._version, self._form_seconds)
 
     def form_again(self) -> None:
-        """Form the groups of the members of before anew."""
+        """Form the groups of the members of before anew, in the store that they had: that of the plan may be lost.
+
+        Who has failed at once waits for those who come to it only when their time is over.
+        """
         assert self._old is not None, "who joins has no world to go back to"
-        place = self._old
-        self._ranks.regroup(lambda: self._form(GROUPS_BEFORE, place))
+        store = self._store if self._store_before is None else self._store_before
+        if self._old[1] == 1:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"{self._prefix}/{GROUPS_BEFORE}", store)  # type: ignore[attr-defined]
+        self._form(store, self._old, self._members_before, 2 * self._form_seconds + _LATER_SECONDS)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Return where no rank brings an error, and raise on all where one does; from here on they wait for long."""
+        self._ranks.all_or_raise(error, "changing members")
+        if self._is_limited:
+            self._is_limited = False
+            self._ranks.lift_limit()
+            set_limit(self._limit)
 
     def leave(self) -> None:
-        """Leave all groups: this process is a member no more."""
+        """Leave all groups: this process is a member no more, and alone in a group that its script may end."""
         self._ranks.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+            dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
-    def _form(self, name: str, place: tuple[int, int]) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        rank, size = place
-        store = dist.PrefixStore(f"{self._prefix}/{name}", self._store)  # type: ignore[attr-defined]
-        hook = sys.excepthook  # torch puts one of its own around it, each time
-        seconds = timedelta(seconds=self._form_seconds)
-        dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=seconds)
-        sys.excepthook = hook
-        if self._timeout is not None:
-            _set_timeout(self._timeout)
+    def _form(self, store: Any, place: tuple[int, int], members: int, seconds: float) -> None:
+        def form() -> None:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            hook = sys.excepthook  # torch puts one of its own around it, each time
+            rank, size = place
+            limit = timedelta(seconds=seconds)
+            dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=limit)
+            sys.excepthook = hook
 
-
-# Private to torch, as of 2.13, for want of a public way: the time that collectives of the default group may take.
-
-
-def _timeout_now() -> timedelta | None:
-    """The timeout of the default group's collectives; None where there is no group, or this torch does not say."""
-    with contextlib.suppress(AttributeError, RuntimeError):
-        if dist.is_initialized() and dist.group.WORLD is not None:
-            timeout: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-            return timeout
-    return None
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    from torch.distributed import distributed_c10d
-
-    setting = getattr(distributed_c10d, "_set_pg_timeout", None)
-    if setting is not None:
-        setting(timeout)
+        self._is_limited = True
+        self._ranks.regroup(form, members=members, seconds=seconds)

@@ -15,9 +15,9 @@ class PlanWatcher(FileWatcher[MembershipPlan]):
     def _parsed(self, data: bytes) -> MembershipPlan:
         plan = MembershipPlan.from_json(data.decode())
         plan.check()
-        held = self._held
-        if held is not None and plan.version < held.version:
-            raise ValueError(f"version {plan.version} is older than version {held.version}, which is known already")
+        newest = self._newest
+        if newest is not None and plan.version < newest.version:
+            raise ValueError(f"version {plan.version} is older than version {newest.version}, which is known already")
         return plan
 
     def _are_same(self, one: MembershipPlan, other: MembershipPlan) -> bool:

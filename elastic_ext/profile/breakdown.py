@@ -151,10 +151,8 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
     """
     if not windows:
         raise ValueError("no windows were given to be merged; give at least one")
-    if len({(each.rank, each.world_size, each.restart, *_config(each)) for each in windows}) > 1:
-        raise ValueError(
-            "windows of several ranks, world sizes, restarts or configs cannot be merged; merge each alone"
-        )
+    if len({(each.rank, each.world_size, each.members, each.restart, *_config(each)) for each in windows}) > 1:
+        raise ValueError("windows of several ranks, members, restarts or configs cannot be merged; merge each alone")
     ordered = sorted(windows, key=lambda each: (each.begin, each.end))
     last = ordered[-1]
     logged = _sums_of_logged(ordered)
@@ -191,8 +189,8 @@ def why_no_verdict(views: Sequence[RankView], *, is_partial: bool) -> str | None
     ranks = [each.rank for each in windows]
     if len(set(ranks)) < len(ranks):
         return "a rank is given twice; merge its windows first"
-    if len({(each.world_size, each.restart) for each in windows}) > 1:
-        return "the ranks' profiles are of different restarts or world sizes; wait until all are of the same"
+    if len({(each.world_size, each.members, each.restart) for each in windows}) > 1:
+        return "the ranks' profiles are of different restarts or members; wait until all are of the same"
     if len({_config(each) for each in windows}) > 1:
         return "the ranks tell of different versions of the config; wait until all tell of the same"
     num_missing = windows[0].world_size - len(windows)

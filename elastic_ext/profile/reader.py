@@ -255,9 +255,9 @@ def _is_startup(window: StepWindow) -> bool:
     return window.num_steps == 0 and Phase.STARTUP.label in window.seconds
 
 
-def _job_of(window: StepWindow) -> tuple[int, int]:
+def _job_of(window: StepWindow) -> tuple[int, int, int]:
     """What is the same in all windows of the processes that train together."""
-    return window.restart, window.world_size
+    return window.restart, window.members, window.world_size
 
 
 def _config_of(window: StepWindow) -> tuple[int, int]:

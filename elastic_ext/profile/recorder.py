@@ -76,6 +76,7 @@ class Recorder(Heartbeat):
         self._phase_between: Phase = self._phase_in_epoch  # or outside of epochs, where the loop is there
         self._surveyor = surveyor
         self._num_boundaries = 0
+        self._survey_after = _SURVEY_AFTER
         self._has_begun = False
         self._is_measured = self._is_changed = self._is_over = False
         self._stepped_at = 0  # when the last step ended, or was rolled back
@@ -104,7 +105,7 @@ class Recorder(Heartbeat):
             self._close()
         self._is_measured = True
         self._probe.enter_micro_step()
-        if self._surveyor is not None and self._probe.has_seen and self._num_boundaries >= _SURVEY_AFTER:
+        if self._surveyor is not None and self._probe.has_seen and self._num_boundaries >= self._survey_after:
             self._surveyor.enter(micro_step)
         if micro_step == 0:
             self._timeline.begin_step()
@@ -160,6 +161,11 @@ class Recorder(Heartbeat):
     def note_change(self) -> None:
         self._heartbeat.note_change()
         self._windows.expect_change()
+
+    def join(self, step: int, num_boundaries: int) -> None:
+        self._heartbeat.join(step, num_boundaries)
+        self._survey_after += num_boundaries - self._num_boundaries
+        self._num_boundaries = num_boundaries
 
     def take_world(self, world: World) -> None:
         self._heartbeat.take_world(world)

@@ -9,33 +9,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from elastic_ext.config.follower import Reports
 from elastic_ext.ranks.world import World
-from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace
 
 from .memory.analyzer import Analyzer
 from .phases import Phase, Timeline
 from .probe import Probe
 from .step_costs import Census, Trace, calibrate, can_trace
 
-__all__ = ["StepMeasurementListeners", "Surveyor"]
+__all__ = ["AnalyzerSource", "Surveyor"]
 
 _logger = logging.getLogger(__name__)
 
 _TRACE_SECONDS = 600.0  # between two traces
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMeasurementListeners:
-    """The functions that are called with what was measured in a single step: a census, a trace, a calibration."""
+class AnalyzerSource(Protocol):
+    """Makes the analyzer of the memory that steps take, on the first rank, whichever that is."""
 
-    census: Callable[[StepCensus], None]
-    trace: Callable[[StepTrace], None]
-    calibration: Callable[[NodeCalibration], None]
-    """Called with this machine's calibration, on the first rank of the machine."""
+    def make(self, probe: Probe) -> Analyzer:
+        """An analyzer of the steps that ``probe`` sees from here on."""
 
 
 class Surveyor:
@@ -48,23 +45,27 @@ class Surveyor:
         *,
         world: World,
         device: torch.device,
-        listeners: StepMeasurementListeners,
+        reports: Reports,
         why_no_census: Callable[[], str | None],
         needs_trace: Callable[[], bool],
-        analyzer: Analyzer | None = None,
+        analyzers: AnalyzerSource | None = None,
     ) -> None:
-        """``needs_trace`` says whether passes wait for other ranks in many places: a trace alone tells how long.
+        """``reports`` writes what is measured; the machine is measured by the first of its ranks alone.
 
-        ``why_no_census`` gives the reason why no census can be taken, or None. ``analyzer`` measures memory.
+        ``needs_trace`` says whether passes wait for other ranks in many places: a trace alone tells how long.
+        ``why_no_census`` gives the reason why no census can be taken, or None. ``analyzers`` makes what measures
+        memory.
         """
         self._timeline = timeline
         self._probe = probe
-        self._world, self._device = world, device
-        self._listeners = listeners
+        self._device = device
+        self._reports = reports
         self._why_no_census = why_no_census
         self._needs_trace = needs_trace
-        self.analyzer = analyzer
-        """What measures and works out the memory of steps; None where nothing does."""
+        self.analyzer: Analyzer | None = None
+        """What measures and works out the memory of steps, on the first rank; None where nothing does."""
+        self._analyzers = analyzers
+        self.take_world(world)
         self._census: Census | None = None
         self._trace: Trace | None = None
         self._trace_at = 0.0  # when the next trace is due, by ``time.monotonic``
@@ -91,7 +92,7 @@ class Surveyor:
             seen = trace.end()
             self._trace_at = time.monotonic() + _TRACE_SECONDS
             if seen is not None:
-                self._listeners.trace(seen)
+                self._reports.write_trace(seen)
 
     def leave(self, *, has_ended: bool) -> None:
         """End a micro-step; ``has_ended`` says whether its step ends with it."""
@@ -103,8 +104,16 @@ class Surveyor:
                 self._measure_machine()
 
     def take_world(self, world: World) -> None:
-        """Name this rank as it is in ``world`` in what is measured from here on, between two steps."""
+        """Name this rank as it is in ``world`` in what is measured from here on, between two steps.
+
+        Memory is measured on the first rank alone, and anew where another rank has become that.
+        """
         self._world = world
+        if world.rank > 0 and self.analyzer is not None:
+            self.analyzer.close()
+            self.analyzer = None
+        elif world.rank == 0 and self.analyzer is None and self._analyzers is not None:
+            self.analyzer = self._analyzers.make(self._probe)
 
     def close(self) -> None:
         """Stop measuring: training ends, perhaps within a step."""
@@ -117,7 +126,7 @@ class Surveyor:
 
     def _measure_machine(self) -> None:
         try:
-            self._listeners.calibration(calibrate(self._device, host=self._world.name.host))
+            self._reports.write_calibration(calibrate(self._device, host=self._world.name.host))
         except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
             _logger.debug("the peak speed of this machine is not measured: %s", error)
 
@@ -153,7 +162,7 @@ class Surveyor:
     def _keep_census(self, census: Census) -> None:
         num_rows = self._probe.num_rows - self._num_rows
         if num_rows > 0:  # else no pass was seen
-            self._listeners.census(
+            self._reports.write_census(
                 census.record(
                     rank=self._world.rank,
                     num_samples=num_rows,

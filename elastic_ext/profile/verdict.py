@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from elastic_ext.records.json import JsonRecord
-from elastic_ext.records.text import counted, on_one_line
+from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.text import age_in_words, counted, on_one_line
 
 from .breakdown import RankBreakdown, RankView, Roofline, breakdown_of, merged, why_no_verdict
 from .phases import COMPUTING, Phase
@@ -488,6 +489,13 @@ class Verdict(JsonRecord):
     """The numbers that the verdict was judged from, as plain values for JSON."""
     runners_up: tuple[RunnerUp, ...] = ()
     """Other causes that take time, the largest first."""
+    steps: str = ""
+    """The steps that were judged and how long these took, in words; empty where windows could not be judged."""
+
+    @property
+    def text_over_steps(self) -> str:
+        """The sentence for people, with the steps that it is about."""
+        return f"{self.text} (over {self.steps})" if self.steps else self.text
 
 
 def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
@@ -507,7 +515,16 @@ def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
         is_contended=contended,
         evidence=_evidence(job),
         runners_up=tuple(RunnerUp(kind=each.kind, share=each.share) for each in rest),
+        steps=_steps_in_words([view.window for view in views]),
     )
+
+
+def _steps_in_words(windows: Sequence[StepWindow]) -> str:
+    """The steps of these windows, from the first to the last of any, and how long they took."""
+    first, last = min(max(each.step - each.num_steps + 1, 1) for each in windows), max(each.step for each in windows)
+    seconds = max(each.end for each in windows) - min(each.begin for each in windows)
+    steps = f"step {last}" if first >= last else f"steps {first} to {last}"
+    return f"{steps}, {age_in_words(seconds)}"
 
 
 def _ranked(job: RanksCompared) -> tuple[Cause, list[Cause]]:

@@ -67,6 +67,7 @@ class WindowAccumulator:
         """
         self.timeline = timeline
         self._rank, self._world_size, self._restart = rank, world_size, restart
+        self._members = 0  # as a world has them that has started so
         self._begin = begin
         self._memory = memory
         self._clock = clock
@@ -83,7 +84,7 @@ class WindowAccumulator:
 
     def take_world(self, world: World) -> None:
         """Count what follows as time of this rank in ``world``; the window of the world before was closed."""
-        self._rank, self._world_size = world.rank, world.size
+        self._rank, self._world_size, self._members = world.rank, world.size, world.members
 
     @property
     def num_steps(self) -> int:
@@ -126,6 +127,7 @@ class WindowAccumulator:
             rank=self._rank,
             world_size=self._world_size,
             restart=self._restart,
+            members=self._members,
             step=progress.step,
             num_steps=self._num_steps,
             config_version=self._config[0],

@@ -172,7 +172,7 @@ class Board:
         """The names of the values that the peers at ``places``, all peers for None, have under ``name``."""
         return [f"{name}/{place}" for place in (range(self.num_peers) if places is None else places)]
 
-    def told(self, name: str) -> dict[int, Any]:
+    def values_of(self, name: str) -> dict[int, Any]:
         """The values that peers have put under ``name`` so far, by their places."""
         values = {place: self.read(each) for place, each in enumerate(self.of_peers(name))}
         return {place: value for place, value in values.items() if value is not None}

@@ -17,16 +17,16 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elastic_ext.errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
 from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, GivenSeat
+from elastic_ext.torch_private.groups import set_limit, store_of_default_group
 
 from .board import Board, BoardGone
 from .notices import Notices, Trouble
@@ -102,7 +102,7 @@ class Ranks:
         ranks._join()
         return ranks
 
-    def regroup(self, form: Callable[[], object]) -> World:
+    def regroup(self, form: Callable[[], object], *, members: int = 0, seconds: float | None = None) -> World:
         """Leave these ranks for those of the default process group that ``form`` makes; gives the new world.
 
         ``form`` ends the default process group, if there is one, and begins another, on a store of its own: a store
@@ -111,14 +111,22 @@ class Ranks:
         is called, with its board and notices. What is set here stays: the seat, ``progress``, limits of time. Who keeps
         anything of a world is told of the new one by its ``take_world``.
 
-        Where ``form`` or a collective of the new world fails this rank is in no world: it may call this again.
+        Where ``form`` or a collective of the new world fails this rank is in no world: it may call this again. With
+        ``seconds`` no collective of the new world takes longer, until ``lift_limit``. ``members`` is the version of the
+        plan by which these ranks come together.
         """
         self._let_go()
         form()
-        self._join()
+        self._join(seconds)
+        self.world = replace(self.world, members=members)
         return self.world
 
-    def _join(self) -> None:
+    def lift_limit(self) -> None:
+        """Have collectives take as long as they may from the start on, where ``regroup`` was given less."""
+        if self._group is not None:
+            set_limit(timedelta(seconds=self._timeout_seconds), self._group)
+
+    def _join(self, seconds: float | None = None) -> None:
         """Make the control group of the default process group's ranks, and learn who they are."""
         rank, size = _default_place()
         self.world = _world_of(rank, size, seat=self.seat)
@@ -126,7 +134,8 @@ class Ranks:
             self._stand_alone()
             return
         try:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_seconds))
+            limit = timedelta(seconds=self._timeout_seconds if seconds is None else seconds)
+            group = dist.new_group(backend="gloo", timeout=limit)
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {rank} could not make a process group for agreements with all ranks: {error}; make the same "
@@ -134,7 +143,7 @@ class Ranks:
             ) from error
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        store = _default_store()
+        store = store_of_default_group()
         board = None if store is None else Board(store, _PREFIX, place=rank, num_peers=size)
         number = board.count("groups") if rank == 0 and board is not None else 0
         hello = json.dumps({"name": asdict(self.world.name), "number": number}).encode()
@@ -342,19 +351,3 @@ def _world_of(rank: int, size: int, *, seat: int) -> World:
     names = [PeerName(rank=peer, host="?", pid=0, seat=peer) for peer in range(size)]
     names[rank] = PeerName(rank=rank, host=socket.gethostname(), pid=os.getpid(), seat=seat)
     return World(rank=rank, names=tuple(names))
-
-
-def _default_store() -> Any:
-    """The store behind the default process group, None where this torch keeps it elsewhere.
-
-    Private to torch (as of 2.13), for want of a public way. Without it a lost rank is noticed all the same, not named.
-    """
-    try:
-        from torch.distributed.distributed_c10d import _get_default_store
-    except ImportError:
-        _logger.warning(
-            "torch %s has no distributed_c10d._get_default_store: ranks that are lost cannot be named",
-            torch.__version__,
-        )
-        return None
-    return _get_default_store()

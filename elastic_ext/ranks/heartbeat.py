@@ -205,6 +205,9 @@ class Heartbeat:
     def note_change(self) -> None:
         """Note a change of the config or the model, after which steps may take as long as the first ones."""
 
+    def join(self, step: int, num_boundaries: int) -> None:
+        """Note that this rank has joined others, of which ``num_boundaries`` steps have ended, and is between two."""
+
     def take_world(self, world: World) -> None:
         """Note which number this rank has from here on, and that steps may take as long as the first ones."""
 
@@ -311,6 +314,11 @@ class FileHeartbeat(Heartbeat):
     def note_change(self) -> None:
         self._num_alike = 0
         self._write({_ALIKE: 0})
+
+    def join(self, step: int, num_boundaries: int) -> None:
+        self._num_boundaries = num_boundaries
+        self._write({_STEPS: step, _BOUNDARIES: num_boundaries})
+        self.note(Activity.BETWEEN)
 
     def take_world(self, world: World) -> None:
         _RANK.pack_into(self._numbers.cast("B"), _RANK_AT, world.rank)

@@ -107,6 +107,6 @@ class RoundBoard(Board):
     def who_told(self, *names: str) -> frozenset[int]:
         """The places of nodes that have a message under one of these names; none if the store is gone."""
         try:
-            return frozenset(place for name in names for place in self.told(name))
+            return frozenset(place for name in names for place in self.values_of(name))
         except BoardGone:
             return frozenset()

@@ -93,7 +93,7 @@ class Notices:
         """The troubles of the other ranks, by rank."""
         found = self._told_by_agent()
         if self._board.has(_TROUBLE):
-            told = self._board.told(_TROUBLE)
+            told = self._board.values_of(_TROUBLE)
             found |= {peer.rank: record_of(Trouble, told[peer.rank]) for peer in self._others if peer.rank in told}
         return found
 

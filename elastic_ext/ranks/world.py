@@ -31,6 +31,9 @@ class World:
 
     rank: int
     names: tuple[PeerName, ...]
+    members: int = 0
+    """The version of the membership plan by which these ranks came together while they trained; 0 where they have
+    started so. Of two worlds of one size it tells which a measurement is of."""
 
     @property
     def size(self) -> int:

@@ -176,10 +176,13 @@ class JsonRecord:
         """ValueError where values, though of the right types, cannot have been written; called after reading."""
 
 
-def object_of(text: str) -> dict[str, Any]:
-    """The one JSON object that ``text`` is; ValueError for anything else."""
+def object_of(text: str | bytes, *, once_each: bool = False) -> dict[str, Any]:
+    """The one JSON object that ``text`` is; ValueError for anything else.
+
+    With ``once_each`` also where an object in it has a key twice; else the last of them counts.
+    """
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_object_without_duplicates if once_each else None)
     except RecursionError:
         found = None
     if not isinstance(found, dict):

@@ -119,6 +119,9 @@ class StepWindow(JsonRecord):
     """The most accelerator memory that this process held since torch's peak counters began anew."""
     logged: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the script gave to ``trainer.log()``, by name: each its mean over all that was logged of it."""
+    members: int = 0
+    """The version of the membership plan by which the ranks came together while they trained; 0 where they have started
+    so. With ``restart`` and ``world_size`` it says which world the window is of."""
     logged_weights: Mapping[str, float] = field(default_factory=dict)
     """By the name of a logged number, the sum of the weights that its mean is made with: the samples of the micro-steps
     that have logged it. Older records have none; there a number weighs as much as the window's steps."""
@@ -367,6 +370,9 @@ class JobFacts(JsonRecord):
     restart: int
     """How often the launcher had restarted the job's processes."""
     world_size: int
+    members: int = 0
+    """The version of the membership plan by which the ranks came together while they trained; 0 where they have started
+    so."""
     num_local: int
     """Ranks on the machine of rank 0."""
     device: str

@@ -63,8 +63,8 @@ __all__ = [
 # --- the lines of a run directory's files ----------------------------------------------------------------------------
 # Lines are read one at a time and as records; a line that is no record is counted and left out.
 #
-# Windows are read here by hand: a long run of many ranks has millions of them, and reading them as other records are
-# read would take minutes.
+# Windows are read here by hand: a long run of many ranks has millions of them, and each would take 1.7 times as long
+# (50 us instead of 30) as StepWindow.from_json reads it, before its bounds are looked at.
 
 _MOST_LINE_BYTES = 1 << 16
 _LEAST_TIME, _MOST_TIME = 1e8, 1e11
@@ -353,7 +353,7 @@ def _metrics_beside(profile: Path) -> RankMetrics | None:
 
 _MOST_PERIODS = 24
 _MOST_WINDOWS = 64  # of a rank under one config, the last
-_Config = tuple[int, int, int, int]
+_Config = tuple[int, int, int, int, int]
 View = Callable[[int, list[StepWindow]], RankView]
 
 
@@ -380,12 +380,12 @@ class Judging:
             judged = verdict(views, is_partial=True)
             if judged.kind != "unknown":
                 begin, end = min(each.window.begin for each in views), max(each.window.end for each in views)
-                found.append(Remark(begin=begin, end=end, kind=judged.kind, text=judged.text))
+                found.append(Remark(begin=begin, end=end, kind=judged.kind, text=judged.text_over_steps))
         return sorted(found)[-_MOST_PERIODS:]
 
 
 def _config_of(window: StepWindow) -> _Config:
-    return window.restart, window.world_size, window.config_version, window.config_revision
+    return window.restart, window.members, window.world_size, window.config_version, window.config_revision
 
 
 # --- a RunRecord from the files of a run: one rank after another, so that the windows of few are held ----------------

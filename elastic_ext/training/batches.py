@@ -540,6 +540,15 @@ class Batches:
         num = plan.full_step.num_micro_steps
         return _BY_HAND.format(num=num) if self.is_gathered_by_hand and num > 1 else None
 
+    def loses_rest(self, config: ElasticConfig, num_ranks: int) -> bool:
+        """Whether so many ranks could take no step of what is left of the epoch, and those that are here can."""
+        source = self.source
+        if source is None or self._plan is None or self.why_not_ranks(config, num_ranks) is not None:
+            return False
+        size = config.dataloader.batch_size or source.batch_size
+        planned = self._planned(config.global_batch_size or 0, size, num_ranks)
+        return self._next_plan(source) is not None and planned.next_step(source.remaining) is None
+
     @property
     def loader_values(self) -> dict[str, Value]:
         """The present settings of the loader as values of config keys, as far as it tells them."""

@@ -123,6 +123,7 @@ class FactsOfJob:
             time=time.time(),
             restart=follower.settings.restart,
             world_size=ranks.world_size,
+            members=ranks.world.members,
             num_local=num_local,
             device=device,
             num_processors=self._num_processors,

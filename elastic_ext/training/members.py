@@ -14,11 +14,12 @@ Where something fails before anything has moved, ranks go on as before, and the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +30,35 @@ from elastic_ext.config.agreement import JoinedAgreement
 from elastic_ext.config.control_word import Purpose
 from elastic_ext.data.sources import CountedSource, RewindableSource
 from elastic_ext.errors import ElasticError, RanksFailedError
+from elastic_ext.fsdp.checkpoint.contents import REGISTERED
 from elastic_ext.fsdp.checkpoint.job import versions
+from elastic_ext.fsdp.checkpoint.saving.collect import Comparable
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
-from elastic_ext.members.checks import Answer, decide, differences, digest_of, why_not_members
+from elastic_ext.members.checks import (
+    Answer,
+    decide,
+    differences,
+    digest_of,
+    seconds_to_settle,
+    why_not_members,
+)
 from elastic_ext.members.plan import JOINS, Member, MembershipPlan
 from elastic_ext.members.regroup import FORM_SECONDS, Generation, present_backend
 from elastic_ext.members.store import CALL, GO, here
 from elastic_ext.members.watcher import PlanWatcher
 from elastic_ext.ranks.board import Board, BoardGone
 from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.ranks.world import World
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.text import counted, size_in_words
 from elastic_ext.torch_private.groups import groups_made
+from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
+from .checks import SamplersOfBefore
 
 if TYPE_CHECKING:
     from .training import Training
@@ -55,14 +68,13 @@ __all__ = ["MembersChange", "TrainingMembers", "plan_until_joined", "version_to_
 _logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0  # joiners do nothing but wait to be called
-_SETTLE_SECONDS = 2.0  # for a save under way; where that takes longer the plan waits for the next boundary
-_PATIENCE_SECONDS = 20.0  # of such waiting
 _SLICE_SECONDS = 0.5  # of a joiner's waits, between two looks at its membership.json
 _HALF = (
     "a change of members failed halfway, and parts of the model lie by either world: start the job again, which "
     "resumes from a checkpoint"
 )
 _KINDS = "joining the ranks that train"
+_CALLING = "calling the workers that join"
 
 
 def version_to_join(environ: Mapping[str, str]) -> int:
@@ -118,8 +130,11 @@ class _Pending:
 class TrainingMembers:
     """Which members train, on one rank: plans are watched, decided on with all ranks, applied, and told of."""
 
-    def __init__(self, training: Training, *, joins: int) -> None:
-        """``joins`` is the version of the plan that this process was started to join, 0 for none."""
+    def __init__(self, training: Training, *, joins: int, on_world: Callable[[World], None]) -> None:
+        """``joins`` is the version of the plan that this process was started to join, 0 for none.
+
+        ``on_world`` is called with each world that this process comes to.
+        """
         self._training = training
         self._follower = training.follower
         settings = training.follower.settings
@@ -143,7 +158,10 @@ class TrainingMembers:
         self._refused_seats: list[int] = []
         self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
         self._wanted_since = 0.0
+        self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
         self._pending: _Pending | None = None
+        self._on_world = on_world
+        self._samplers = SamplersOfBefore()
 
     # ---- from the start to the end ----
 
@@ -155,7 +173,7 @@ class TrainingMembers:
         self._watcher.start()
         if self.joins:
             return
-        held = self._watcher.held
+        held = self._watcher.newest
         known = held.version if held is not None and self._is_in_force(held) else 0
         versions = self._follower.ranks.gather(str(known).encode(), "comparing membership plans")
         self.version = min(map(int, versions))
@@ -183,7 +201,7 @@ class TrainingMembers:
 
     def pass_boundary(self, version: int) -> None:
         """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
-        if version > self.version:
+        if version > max(self.version, self._refused):
             self._wanted, self._wanted_since = version, time.monotonic()
         if self._wanted and self._pending is None and not self._follower.agreement.leaving:
             with self._follower.heartbeat.during(Activity.MEMBERS):
@@ -194,22 +212,25 @@ class TrainingMembers:
         began = time.perf_counter()
         follower.agreement.meet(Purpose.MEMBERS)
         assert self._watcher is not None
-        plan = self._watcher.held
+        plan = self._watcher.newest
         assert plan is not None
         groups: Generation | None = None
-        why_not = ""
+        why_not, why_later, own = "", self._why_later(plan), ""
         try:
-            if not self._is_in_force(plan):
+            if not (why_later or self._is_in_force(plan)):
                 groups = self._groups_of(plan)
                 self._try_out(plan)
+                own = self._own_tensors() if plan.world_size == ranks.world_size else ""
         except (ElasticError, ValueError) as error:
             why_not = str(error)
-        mine = Answer(version=plan.version, digest=digest_of(plan), why_not=why_not, why_later=self._why_later())
+        mine = Answer(
+            version=plan.version, digest=digest_of(plan), why_not=why_not, why_later=why_later, registered=own
+        )
         rows = ranks.gather(mine.to_json().encode(), "deciding on other members")
         decision = decide([Answer.from_json(row.decode()) for row in rows], ranks.names)
         if decision.kind == "later":
             return
-        self._wanted = 0
+        self._wanted, self._considered = 0, None
         if decision.kind == "newer":
             return
         if decision.kind == "refuse":
@@ -224,11 +245,7 @@ class TrainingMembers:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
         why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
-        keeps_own = plan.world_size == ranks.world_size
-        drawn = self._training.saved_state.drawn() if keeps_own or ranks.rank == 0 else None
-        doing = "calling the workers that join"
-        rows = [json.loads(row) for row in ranks.gather(json.dumps([why, absent, drawn]).encode(), doing)]
-        why, absent, _ = rows[0]
+        why, absent = json.loads(ranks.broadcast(json.dumps([why, absent]).encode(), 0, _CALLING))
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
@@ -240,14 +257,27 @@ class TrainingMembers:
             groups=groups,
             worlds=worlds,
             holder=ranks.rank,
-            drawn=[each[-1] for each in rows] if keeps_own else [rows[0][-1]],
+            drawn=self._drawn(plan),
             seconds=time.perf_counter() - began,
         )
         if pending.new_rank is not None:
-            self._training.session.cut_batches(num_ranks=plan.world_size, rank=pending.new_rank)
+            self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
         self._training.steps.change_first(self._apply_in_step)
         self._agreed = plan.version
         self._write()
+
+    def _drawn(self, plan: MembershipPlan) -> Sequence[Mapping[str, Any]]:
+        """The states of random generators from which the ranks of ``plan`` go on; with all old ranks."""
+        ranks = self._follower.ranks
+        keeps_own = plan.world_size == ranks.world_size
+        mine = self._training.saved_state.drawn() if keeps_own or ranks.rank == 0 else None
+        rows = [json.loads(row) for row in ranks.gather(json.dumps(mine).encode(), _CALLING)]
+        return rows if keeps_own else rows[:1]
+
+    def follow_rewind(self) -> None:
+        """Have a plan that was agreed on draw as the checkpoint does to which training went back; with all ranks."""
+        if self._pending is not None:
+            self._pending = replace(self._pending, drawn=self._drawn(self._pending.plan))
 
     def _try_out(self, plan: MembershipPlan) -> None:
         """Raise where this rank cannot go to the world of a plan, or where no rank can."""
@@ -263,22 +293,39 @@ class TrainingMembers:
             raise ElasticError(why_not)
         self._prepared(worlds, self._follower.ranks.rank, None)
 
-    def _why_later(self) -> str:
+    def _why_later(self, plan: MembershipPlan) -> str:
+        """What has to end on this rank before members can change, in words; empty for nothing."""
         training = self._training
-        is_patient = time.monotonic() - self._wanted_since < _PATIENCE_SECONDS
-        if training.checkpoints is None or not is_patient:
-            return ""  # what is under way is waited for, however long it takes
-        return training.checkpoints.why_not_idle(_SETTLE_SECONDS)
+        if training.batches.loses_rest(training.follower.config, plan.world_size):
+            return f"the epoch has a step left that is too small for {plan.world_size} ranks"
+        seconds = seconds_to_settle(time.monotonic() - self._wanted_since)
+        if training.checkpoints is None or seconds is None:
+            return ""  # what is under way is waited for
+        return training.checkpoints.why_not_idle(seconds)
+
+    def _own_tensors(self) -> str:
+        """A digest of what each rank has for itself, and would have again from a checkpoint of as many ranks."""
+        training = self._training
+        digests = Comparable(training.saved_state.collect(), training.ranks.rank).digests
+        is_shared = (
+            training.spread.plan is not None and training.spread.plan.is_replicated
+        )  # DDP's buffers are rank 0's
+        held = {name: digest for name, digest in digests.items() if name.startswith(REGISTERED) or not is_shared}
+        return hashlib.blake2b(repr(sorted(held.items())).encode(), digest_size=8).hexdigest()
 
     def _groups_of(self, plan: MembershipPlan) -> Generation:
-        """What forms the groups of a plan, with a connection to its store."""
+        """What forms the groups of a plan, with a connection to its store, which is kept until it is decided on."""
+        if self._considered is not None and self._considered[0] is plan:
+            return self._considered[1]
         why_not = why_not_members(plan, self._seats)
         if why_not is not None:
             raise ElasticError(why_not)
         ranks = self._follower.ranks
         member = plan.member_at(ranks.seat)
         new = None if member is None else member.rank
-        return Generation(ranks, plan, old=ranks.rank, new=new, form_seconds=self.form_seconds)
+        groups = Generation(ranks, plan, old=ranks.rank, new=new, form_seconds=self.form_seconds)
+        self._considered = plan, groups
+        return groups
 
     def _refuse(self, version: int, why: str, *, seats: Sequence[int] = ()) -> None:
         """Note that all ranks have refused a plan; training goes on as before.
@@ -329,25 +376,28 @@ class TrainingMembers:
             with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._apply()
 
-    def _apply_in_step(self) -> None:
+    def _apply_in_step(self) -> bool:
+        """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
-            return
+            return False
         with self._follower.heartbeat.during(Activity.MEMBERS):
-            is_made = self._apply()
-        if not is_made:
-            self._training.steps.take_back_entered()
+            return not self._apply()
 
     def _apply(self) -> bool:
         """Change to the world that was agreed on; gives whether it was, else all is as before. With all old ranks."""
         pending, self._pending = self._pending, None
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
-        began = time.perf_counter()
+        began, before = time.perf_counter(), ranks.world
         old_seats, change = self._seats, None
         error: Exception | None = None
-        training.session.settle_saves()
+        if training.saving is not None:
+            training.saving.come_to_rest()
         try:
             training.spread.wait()
+            why_not = training.batches.why_not_ranks(training.follower.config, pending.plan.world_size)
+            if why_not is not None:  # by a config that came into force since
+                raise ElasticError(why_not)
             change = self._prepared(pending.worlds, pending.holder, None)
         except Exception as caught:
             error = caught
@@ -360,10 +410,10 @@ class TrainingMembers:
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
         try:
-            cost = training.spread.regroup(change, self._all_or_raise, pending.groups)
+            cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         except Exception as failure:
             if not change.is_as_before:
-                training.session.give_up(_HALF)
+                training.steps.give_up(_HALF)
                 raise
             training.session.take_up_model()
             training.session.take_world(ranks.world)
@@ -382,23 +432,21 @@ class TrainingMembers:
             "all": pending.seconds + time.perf_counter() - began,
         }
         self._tell_changed(pending.plan, old_seats, seconds, cost)
+        self._tell_of_samplers(before)
         return True
 
     def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
         """Go on as before, since a change failed before anything had moved; ``seats`` as ``_refuse`` has them."""
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
-        self._training.session.cut_as_config_says()
+        self._training.session.cut_as_config_says(self._follower.config)
         self._refuse(pending.plan.version, why, seats=seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
         return training.spread.prepare_regroup(
-            worlds, holder, training.optimizers, training.session.registered(), plan=plan
+            worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
-
-    def _all_or_raise(self, error: BaseException | None) -> None:
-        self._follower.ranks.all_or_raise(error, "changing members")
 
     def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> None:
         """Have all parts follow the new world, on the ranks of it; ``told`` is None on those who were there before."""
@@ -418,11 +466,10 @@ class TrainingMembers:
         self.version, self._wanted = pending.plan.version, 0
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
+        self._on_world(ranks.world)
         if self._watcher is not None:
             self._watcher.warns = ranks.world.is_first_here
         training.steps.weigh_anew()
-        if training.checkpoints is not None:
-            training.checkpoints.take_world(ranks.world)
         training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
         self._write()
 
@@ -434,9 +481,11 @@ class TrainingMembers:
             "config": training.follower.agreement.tell_config(),
             "backwards": training.steps.num_backwards,
             "schedules": training.state.num_scheduled,
+            "boundaries": training.counts.num_boundaries,
+            "growing": training.growing.tell(),
             "seed": None if training.batches.ordered is None else training.batches.ordered.seed,
             "state": training.saved_state.tell(),
-            "saving": training.session.tell_saving(),
+            "saving": None if training.saving is None else training.saving.tell(),
             "drawn": pending.drawn,
         }
 
@@ -446,7 +495,9 @@ class TrainingMembers:
         if told["seed"] is not None and training.batches.ordered is not None:
             training.batches.ordered.take_seed(told["seed"])
         training.saved_state.join(told["state"])
-        training.session.go_on_in_epoch_of(training.counts, is_within=told["state"]["counts"]["is_in_epoch"])
+        training.counts.num_boundaries = told["boundaries"]
+        training.reports.count_anew()
+        training.session.epochs.join(is_within=told["state"]["counts"]["is_in_epoch"])
         agreement = training.follower.agreement
         agreement.join(JoinedAgreement(**told["agreement"]))
         config = agreement.join_config(told["config"], leaves_out=_SECTIONS_OF_PLAN)
@@ -454,18 +505,20 @@ class TrainingMembers:
         training.saved_state.go_on(told["state"])
         training.steps.num_backwards = told["backwards"]
         training.state.num_scheduled = told["schedules"]
-        training.session.join_saving(told["saving"])
+        if training.saving is not None:
+            training.saving.join(told["saving"])
+        training.growing.join(told["growing"])
 
     def _leave(self, pending: _Pending) -> None:
         """End this process as one that was told to leave, once it has given what it has."""
+        if self._training.checkpoints is not None:
+            self._training.checkpoints.job.run.leave()  # the first of those who stay waits for the folder
         self.version = pending.plan.version
         self._write()
         text = f"membership {self.version}: this worker has left at step {self._follower.step}"
         details = {"version": self.version, "live": True}
         self._follower.reports.write_event("members-changed", step=self._follower.step, text=text, details=details)
         _logger.info("%s", text)
-        if self._training.checkpoints is not None:
-            self._training.checkpoints.job.run.leave()  # the first of those who stay waits for the folder
         pending.groups.leave()
         self._training.session.leave("this worker has left the job")
         raise SystemExit(EXIT_STATUS)
@@ -480,6 +533,8 @@ class TrainingMembers:
             f"membership {plan.version} at step {step}: {plan.reason}; {nodes}, {ranks}; {seconds['all']:.2f} s "
             f"without a step, {size_in_words(cost.sent_bytes)} moved, no process restarted"
         )
+        if any(map(is_compiled, self._training.model.modules())):
+            text += "; compiled modules are compiled anew where their micro-batches have a size that is new to them"
         if follower.ranks.rank == 0:
             _logger.info("%s", text)
         details = {
@@ -505,6 +560,16 @@ class TrainingMembers:
             error = caught
         follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
 
+    def _tell_of_samplers(self, before: World, *, has_joined: bool = False) -> None:
+        """Warn of samplers of the script that are of the world ``before``: on who joins, and on one rank a machine."""
+        training, world = self._training, self._follower.ranks.world
+        if not (has_joined or world.is_first_here):
+            return
+        own = getattr(training.batches.loader, "sampler", None)
+        since = f"since membership {self.version} at step {self._follower.step}"
+        for text in self._samplers.look(before, world, own=own, since=since):
+            training.state.remarks.say(text, text, on_any_rank=True)
+
     # ---- a joiner ----
 
     def arrive(self) -> None:
@@ -513,17 +578,19 @@ class TrainingMembers:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
             pending, parallel = self._called()
-        began = time.perf_counter()
         training = self._training
+        began, before = time.perf_counter(), training.ranks.world
         change = self._prepared(pending.worlds, pending.holder, parallel)
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
-        cost = training.spread.regroup(change, self._all_or_raise, pending.groups)
+        cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         self._ready = 0
         self._settle(pending, told={})
         seconds = {"forming": cost.forming_seconds, "all": time.perf_counter() - began}
         self._tell_changed(pending.plan, [], seconds, cost)
+        self._tell_of_samplers(before, has_joined=True)
         self._follower.agreement.held_members = self._held_version
+        self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
 
     def _called(self) -> tuple[_Pending, ParallelPlan]:
         """Wait until the ranks that train call this worker, answer, and wait until they tell it to go."""
@@ -533,7 +600,7 @@ class TrainingMembers:
             ranks = self._follower.ranks
             member = plan.member_at(ranks.seat)
             assert member is not None
-            groups = Generation(ranks, plan, old=None, new=member.rank)
+            groups = Generation(ranks, plan, old=None, new=member.rank, form_seconds=self.form_seconds)
             self._ready = plan.version
             self._why_restart = why_restart(self._training)
             self._write()
@@ -561,7 +628,7 @@ class TrainingMembers:
         watcher, seat = self._watcher, self._follower.ranks.seat
         assert watcher is not None
         while True:
-            plan = watcher.held
+            plan = watcher.newest
             if plan is not None and plan.version >= max(self.joins, after + 1):
                 if plan.mode != "live" or plan.member_at(seat) is None:
                     raise ElasticError(
@@ -577,7 +644,7 @@ class TrainingMembers:
         assert watcher is not None
 
         def is_old() -> bool:
-            return plan is not None and watcher.held is not plan
+            return plan is not None and watcher.newest is not plan
 
         while not board.wait([name], seconds=_SLICE_SECONDS, stop=is_old):
             if is_old():
@@ -612,7 +679,7 @@ class TrainingMembers:
 
     def _held_version(self) -> int:
         """The version of the newest live plan that this rank holds; 0 where it holds none."""
-        held = None if self._watcher is None else self._watcher.held
+        held = None if self._watcher is None else self._watcher.newest
         return 0 if held is None or held.mode != "live" else held.version
 
     def _write(self) -> None:
@@ -679,22 +746,32 @@ def why_not_other_groups(training: Training) -> str | None:
 def facts_of(training: Training) -> dict[str, Any]:
     """What must be the same on ranks that train together, by names for people."""
     parts = training.prepared
+    loader, root = training.batches.loader, training.spread.root
     facts: dict[str, Any] = {
         **versions(),
-        "the model": type(training.spread.root).__name__,
+        "the model": type(root).__name__,
         "the optimizers": [type(each).__name__ for each in training.optimizers],
         "the schedulers": [type(each.inner).__name__ for each in parts.schedulers],
         "a scaler": parts.scaler is not None,
         "registered state": sorted(training.registered),
-        "the dataset's length": _length_of(training.batches.loader),
+        "functions given to on_members": len(training.on_members),
+        "the dataset's length": _length_of(loader),
+        "drop_last": bool(getattr(loader, "drop_last", False)),
+        "rollback": str(training.options.rollback),
+        "arguments for checkpoints": training.request.to_compare(),
         "checkpoints": None if training.checkpoints is None else str(training.checkpoints.job.root),
         "saving beside training": None if training.checkpoints is None else training.checkpoints.job.saver.can_save,
         "the job": None if training.checkpoints is None else training.checkpoints.job.name,
         "agree_every_steps": training.following.agree_every_steps,
         **{name: str(value) for name, value in training.follower.agreement.compared_at_start.items()},
     }
-    for name, parameter in training.spread.root.named_parameters():
-        facts[f"the parameter {name}"] = [list(parameter.shape), str(parameter.dtype)]
+    for name, parameter in root.named_parameters():
+        is_trained = "trained" if parameter.requires_grad else "frozen"
+        facts[f"the parameter {name}"] = [list(parameter.shape), str(parameter.dtype), is_trained]
+    for name, buffer in root.named_buffers():
+        facts[f"the buffer {name}"] = [list(buffer.shape), str(buffer.dtype)]
+    sizes = [[len(group["params"]) for group in each.param_groups] for each in training.optimizers]
+    facts["the groups of parameters"] = sizes  # last: where a model differs, that says more
     return facts
 
 

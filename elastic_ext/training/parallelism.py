@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from elastic_ext.config.apply import AskAgainLater, Declined
 from elastic_ext.config.elastic_config import ElasticConfig
@@ -15,14 +13,14 @@ from elastic_ext.config.keys import TORCH, CommunicationSection, ParallelismSect
 from elastic_ext.errors import ElasticError, RanksFailedError
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, ChangeCost
-from elastic_ext.fsdp.reshard.companions import Tensors
-from elastic_ext.fsdp.reshard.sharded_model import Spread
 from elastic_ext.fsdp.reshard.transition import Transition
 
 if TYPE_CHECKING:
     from elastic_ext.config.follower import ConfigFollower
 
-__all__ = ["FixedSharding", "Parallelism", "ReshardReport", "Resharded", "plan_of", "values_of"]
+    from .training import Training
+
+__all__ = ["FixedSharding", "Parallelism", "ReshardReport", "plan_of", "values_of"]
 
 
 # --- the appliers that change how a model in training is sharded, and what they report -------------------------------
@@ -77,50 +75,21 @@ class ReshardReport:
         return told + (f"; {self.replaced} parameters are other objects now" if self.replaced else "")
 
 
-class Resharded(Protocol):
-    """The training whose model is resharded."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was ever begun, so that activation recomputation can be tried in the passes to come."""
-
-    def registered(self) -> Sequence[Tensors]:
-        """Registered tensors, which are sharded as parameters are."""
-
-    def let_go_of_parameters(self) -> Sequence[object]:
-        """Drop references to parameters where possible; gives the objects that still refer to some."""
-
-    def agree_on_reshard(self, error: BaseException | None) -> None:
-        """Return if no rank brought an error; else raise on all."""
-
-    def wait_for_staging(self) -> None:
-        """Wait until no tensor is being staged for a checkpoint."""
-
-    def take_up_model(self) -> None:
-        """Go on with the model as it is sharded now."""
-
-    def give_up(self, why: str) -> None:
-        """Let no further step be taken, for the reason ``why``."""
-
-    def tell_resharded(self, report: ReshardReport) -> None:
-        """Note that the model was resharded; ``report`` says what was done, and what it has cost."""
-
-
 class Parallelism:
     """Changes how a model is sharded in training; applies the config's sections parallelism and communication."""
 
     paths = frozenset(_PATHS.values())
     """The dotted keys of a config that name a plan."""
 
-    def __init__(self, spread: Spread, optimizers: Sequence[Optimizer], training: Resharded) -> None:
-        """``spread`` is that of a model with a plan."""
+    def __init__(self, training: Training) -> None:
+        """``training`` is one of a model with a plan."""
+        spread = training.spread
         self.report: ReshardReport | None = None
         """The report of the last change of plan; None before the first."""
         assert spread.plan is not None
         self.startup_values: Mapping[str, object] = values_of(spread.plan)
         """The plan by which the model was given to the trainer, as values of config keys."""
         self._spread = spread
-        self._optimizers = optimizers
         self._training = training
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
@@ -135,10 +104,10 @@ class Parallelism:
             return None
         try:
             plan = plan_of(new)
-            made, told = self._spread.transition(plan, self._optimizers)
+            made, told = self._spread.transition(plan, training.optimizers)
             if made is None:
                 return told
-            if "recompute" in made.steps and plan.ratio and training.has_begun:
+            if "recompute" in made.steps and plan.ratio and not training.steps.has_not_begun:
                 is_tried, why_not = self._spread.try_recomputing()
                 if not is_tried:
                     raise AskAgainLater
@@ -147,7 +116,7 @@ class Parallelism:
             change = None
             if "spread" in made.steps:
                 known = training.let_go_of_parameters()
-                change = self._spread.prepare(plan, self._optimizers, training.registered(), known)
+                change = self._spread.prepare(plan, training.optimizers, training.registered_tensors(), known)
                 made = replace(made, items=tuple(change.bucket_plan.items))  # with what is registered
         except (ValueError, ElasticError) as error:
             return str(error)
@@ -159,6 +128,7 @@ class Parallelism:
 
         Declined where nothing has changed.
         """
+        training = self._training
         assert self._spread.plan is not None
         if plan_of(new) == self._spread.plan:
             return
@@ -166,30 +136,33 @@ class Parallelism:
         (plan, made, change), self._prepared = self._prepared, None
         error: Exception | None = None
         try:
-            self._training.wait_for_staging()
+            training.session.wait_for_staging()
             self._spread.wait()  # for the step before, which is none of the change
         except Exception as caught:
             error = caught
         try:
-            self._training.agree_on_reshard(error)
+            self._all_or_raise(error)
         except RanksFailedError as failure:
             raise Declined(_NOTHING.format(_told_of(failure))) from failure
         began, old = time.perf_counter(), self._spread.plan
         try:
-            moved = self._spread.change(made, change, self._training.agree_on_reshard)
+            moved = self._spread.change(made, change, self._all_or_raise)
         except Exception as error:
             if change is None or not change.is_as_before:
-                self._training.give_up(_HALF)
+                training.steps.give_up(_HALF)
                 raise
             raise Declined(_NOTHING.format(_told_of(error))) from error
         except BaseException:  # whoever interrupts it is told what became of it by the next call
-            self._training.give_up(_HALF)
+            training.steps.give_up(_HALF)
             raise
         finally:
-            self._training.take_up_model()  # also where it has gone back: DDP is another object by then
+            training.session.take_up_model()  # also where it has gone back: DDP is another object by then
         self._spread.wait()
         self.report = _report(old, plan, made, moved, time.perf_counter() - began)
-        self._training.tell_resharded(self.report)
+        training.session.tell_resharded(self.report)
+
+    def _all_or_raise(self, error: BaseException | None) -> None:
+        self._training.ranks.all_or_raise(error, "changing how the model is spread")
 
     def forget(self) -> None:
         """Drop a change that was checked and is not made now, with the tensors that it would have moved."""

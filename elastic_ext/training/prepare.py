@@ -23,10 +23,10 @@ from elastic_ext.profile.output import ProfileOutput, TrainingFacts
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recorder import Recorder
-from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
+from elastic_ext.profile.sampled_steps import AnalyzerSource, Surveyor
 from elastic_ext.profile.step_costs import why_no_census
 from elastic_ext.profile.windows import TrainingProgress, WindowAccumulator, memory_held
-from elastic_ext.records.metrics import StepWindow
+from elastic_ext.ranks.world import World
 
 from .checkpoints.checkpoints import Checkpoints, checkpoints_for
 from .checkpoints.state import TrainingState
@@ -42,12 +42,12 @@ from .checks import (
 from .facts import FactsOfJob, tell_of_model
 from .gradients.noise import Learning
 from .members import TrainingMembers, version_to_join
-from .optimizers.optimizer import ElasticLRScheduler
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
 from .options import LaunchSize
 from .parallelism import Parallelism, values_of
-from .remarks import EpochLength, remark_on_length
+from .remarks import EpochLength
+from .reports import TrainingReports
 from .session import Session, raise_on_all
 from .steps.device_memory import DeviceMemory
 from .steps.oom_guard import Guarding
@@ -68,12 +68,12 @@ def record(
     loader: object,
     *,
     progress: Callable[[], tuple[int, int, Mapping[str, tuple[float, float]]]],
-    analyze: Callable[[Probe], Analyzer] | None = None,
+    analyzers: AnalyzerSource | None = None,
 ) -> Recorder:
     """A recorder of where this rank's time goes, which ``follower`` hears.
 
     ``progress`` gives the global step, samples, and the means and weights of the numbers logged since the last window.
-    ``analyze`` makes the analyzer of the memory that steps take.
+    ``analyzers`` makes the analyzer of the memory that steps take.
     """
     device = _device_of(model)
     timeline = _timeline_of(device)
@@ -88,7 +88,6 @@ def record(
         return TrainingProgress(step, num_samples, config.version, config.revision, is_settled, logged)
 
     probe = Probe(timeline.enter, model, optimizers, is_on_accelerator=device.type != "cpu")
-    analyzer = None if analyze is None else analyze(probe)
     recorder = Recorder(
         follower.heartbeat,
         probe,
@@ -103,7 +102,7 @@ def record(
         progress=progress_now,
         on_window=reports.add_window,
         loader=loader,
-        surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
+        surveyor=_surveyor(follower, model, timeline, probe, device, analyzers),
     )
     follower.take_heartbeat(recorder)
     return recorder
@@ -133,32 +132,37 @@ def _surveyor(
     timeline: Timeline,
     probe: Probe,
     device: torch.device,
-    analyzer: Analyzer | None,
+    analyzers: AnalyzerSource | None,
 ) -> Surveyor:
-    ranks, reports = follower.ranks, follower.reports
+    ranks = follower.ranks
     return Surveyor(
         timeline,
         probe,
         world=ranks.world,
         device=device,
-        listeners=StepMeasurementListeners(
-            census=reports.write_census,
-            trace=reports.write_trace,
-            calibration=reports.write_calibration,
-        ),
+        reports=follower.reports,
         why_no_census=lambda: why_no_census(model),
         needs_trace=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
-        analyzer=analyzer,
+        analyzers=analyzers,
     )
 
 
 # --- a trainer's parts are put together, with the other ranks, once its optimizers are there -------------------------
 
 
-def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, *, environ: Mapping[str, str]) -> None:
+def prepare(
+    training: Training,
+    optimizer: Any,
+    lr_scheduler: Any,
+    scaler: Any,
+    *,
+    environ: Mapping[str, str],
+    on_world: Callable[[World], None],
+) -> None:
     """Join the other ranks, add the parts of ``training`` that were missing, and begin; all ranks call this, once.
 
-    ``environ`` is the environment in which this process was launched.
+    ``environ`` is the environment in which this process was launched; ``on_world`` is called with each world that it
+    comes to after a change of members.
     """
     check_process_group(LaunchSize.in_environment(environ))
     launched = Launched.in_environment(environ)
@@ -167,11 +171,12 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.settings.take_world(training.ranks.world)
     state.remarks.take_world(training.ranks.world)
     training.gradients.optimizers = list(prepared.optimizers)
-    state.remarks.on_said = partial(_tell_remark, training)
+    training.reports = TrainingReports(training)
+    state.remarks.on_said = training.reports.tell_remark
     for kind, text in remarks_on_optimizers(training.model, training.optimizers):
         state.remarks.say(kind, text)
     for schedule in prepared.schedulers:
-        schedule.look_at_length = partial(_remark_on_length, schedule, epoch, training)
+        schedule.look_at_length = partial(training.reports.look_at_length, schedule, epoch)
     training.memory = DeviceMemory(_device_of(training.model))
     training.guarding = Guarding(training)
     training.growing = Growing(training)
@@ -179,11 +184,11 @@ def prepare(training: Training, optimizer: Any, lr_scheduler: Any, scaler: Any, 
     training.recorder = _recorder(training)
     training.profile_output = _profile_output(training)
     training.facts = FactsOfJob(training)
-    training.members = TrainingMembers(training, joins=version_to_join(environ))
+    training.members = TrainingMembers(training, joins=version_to_join(environ), on_world=on_world)
     training.session = session = Session(training)
-    _after_each_window(follower, session.see_window)
+    follower.reports.on_window = training.reports.see_window
     if training.spread.plan is not None:
-        training.parallelism = Parallelism(training.spread, training.optimizers, session)
+        training.parallelism = Parallelism(training)
         training.gradients.on_unused = training.spread.expect_unused
         training.gradients.before_step = session.keep_up_with_model
     training.steps = (HeartbeatSteps if follower.heartbeat.wants_micro_steps else Steps)(training)
@@ -264,10 +269,16 @@ def _checkpoints(training: Training, launched: Launched) -> Checkpoints | None:
 
 def _have_batches_seen(training: Training) -> None:
     """Have the analyzer see the batches of the loop, and the loader know whether the loop is in a micro-step."""
-    loader, state, analyzer = training.batches.loader, training.state, training.analyzer
-    if analyzer is not None:
+    loader, state = training.batches.loader, training.state
+
+    def see(batch: Any) -> None:
+        analyzer = training.analyzer  # of the first rank, which may become another one
+        if analyzer is not None:
+            analyzer.see_batch(batch)
+
+    if training.recorder is not None:
         shown = loader if isinstance(loader, ShowingSource) else training.attempts
-        shown.on_batch = analyzer.see_batch
+        shown.on_batch = see
     if isinstance(loader, ReenteredSource):
         loader.is_in_step = lambda: state.phase.is_inside
 
@@ -276,10 +287,21 @@ def _have_batches_seen(training: Training) -> None:
 
 
 class _ForAnalyzer:
-    """A training as its memory analyzer sees it."""
+    """A training as its memory analyzer sees it, and what makes that."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
+
+    def make(self, probe: Probe) -> Analyzer:
+        training = self._training
+        return Analyzer(
+            training.spread.root,
+            training.optimizers,
+            probe,
+            self,
+            blocks=training.spread.blocks,
+            factory=training.factory,
+        )
 
     @property
     def micro_batch(self) -> int:
@@ -317,51 +339,26 @@ def _recorder(training: Training) -> Recorder | None:
     if not (follower.settings.enabled and follower.settings.profiles):
         return None
 
-    def analyze(probe: Probe) -> Analyzer:
-        return Analyzer(
-            training.spread.root,
-            training.optimizers,
-            probe,
-            _ForAnalyzer(training),
-            blocks=training.spread.blocks,
-            factory=training.factory,
-        )
-
     return record(
         follower,
         training.model,
         training.optimizers,
         training.batches.loader,
         progress=lambda: (counts.global_step, counts.num_samples, logged.take_window()),
-        analyze=analyze if follower.ranks.rank == 0 else None,
+        analyzers=_ForAnalyzer(training),
     )
 
 
 def _profile_output(training: Training) -> ProfileOutput:
     """The object that shows this rank's profile; with the profiler off it only closes the sinks."""
     follower = training.follower
-    profile_output = ProfileOutput(
+    return ProfileOutput(
         follower.settings.run_dir,
         world=follower.ranks.world,
         every_seconds=follower.settings.profile_seconds,
         facts=partial(_facts_of, training),
         sinks=training.sinks,
     )
-    follower.reports.on_window = profile_output.see
-    return profile_output
-
-
-def _after_each_window(follower: ConfigFollower, look: Callable[[StepWindow], None]) -> None:
-    """Have rank 0 call ``look`` each time that it has written a profile window."""
-    on_window = follower.reports.on_window
-    assert on_window is not None
-
-    def see(window: StepWindow) -> None:
-        on_window(window)
-        if follower.ranks.rank == 0:
-            look(window)
-
-    follower.reports.on_window = see
 
 
 def _facts_of(training: Training) -> TrainingFacts:
@@ -380,26 +377,6 @@ def _facts_of(training: Training) -> TrainingFacts:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((part.device for part in model.parameters()), torch.device("cpu"))
-
-
-def _tell_remark(training: Training, text: str) -> None:
-    training.follower.reports.write_event("remark", step=training.counts.global_step, text=text, details={})
-
-
-def _remark_on_length(schedule: ElasticLRScheduler, epoch: EpochLength | None, training: Training) -> None:
-    """Say what there is to say of a schedule's length; where it may be right, not again after a resume."""
-    batch = training.batches.global_batch
-    if batch is None or epoch is None:
-        return
-    remark = remark_on_length(schedule.inner, epoch, batch, training.session.endless.max_steps)
-    doubted = training.session.doubted_lengths
-    doubted[schedule] = None if schedule in doubted else remark  # at another batch the number of steps tells nothing
-    if remark is None:
-        return
-    if not remark.may_be_right:
-        training.state.remarks.say("length of a schedule", remark.text)
-    elif not schedule.was_resumed:
-        training.state.remarks.mention("length of a schedule, maybe", remark.text)
 
 
 def _check(training: Training, scaler: Any) -> None:

@@ -61,9 +61,9 @@ class Remarks:
             _logger.info("%s (this is logged once)", text)
         self._said.add(kind)
 
-    def say(self, kind: str, text: str, *, on_any_rank: bool = False) -> None:
-        """Log ``text``, unless a warning of its kind was logged before."""
-        if kind in self._said:
+    def say(self, kind: str, text: str | None, *, on_any_rank: bool = False) -> None:
+        """Log ``text``, if there is one, unless a warning of its kind was logged before."""
+        if text is None or kind in self._said:
             return
         self._said.add(kind)
         if self.are_logged or on_any_rank:

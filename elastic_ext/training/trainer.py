@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from elastic_ext.fsdp.blocks import Units
     from elastic_ext.fsdp.plan import ParallelPlan
     from elastic_ext.profile.output import Sink
+    from elastic_ext.ranks.world import World
 
+    from .epochs import TrainingEpochs
     from .members import MembersChange
     from .optimizers.amp import ElasticScaler
     from .optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
@@ -119,19 +121,19 @@ def _in_a_sentence(method: Callable[_Arguments, _Result]) -> Callable[_Arguments
 class Epoch:
     """The context of ``with trainer.epoch():``; entering it gives the epoch's number."""
 
-    def __init__(self, session: Session, epoch: int | None) -> None:
-        self._session = session
+    def __init__(self, epochs: TrainingEpochs, epoch: int | None) -> None:
+        self._epochs = epochs
         self._epoch = epoch
 
     @_in_a_sentence
     def __enter__(self) -> int:
-        return self._session.enter_epoch(self._epoch)
+        return self._epochs.enter(self._epoch)
 
     @_in_a_sentence
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.end_epoch(error)
+        self._epochs.end(error)
 
 
 class Mutating:
@@ -294,7 +296,16 @@ class ElasticTrainer:
         self, optimizer: Optimizer, *, scaler: torch.amp.GradScaler
     ) -> tuple[ElasticOptimizer, ElasticScaler]: ...
     @overload
-    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any: ...
+    def prepare(
+        self, optimizer: Sequence[Optimizer], lr_scheduler: Sequence[LRScheduler]
+    ) -> tuple[list[ElasticOptimizer], list[ElasticLRScheduler]]: ...
+    @overload
+    def prepare(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any: ...
     @_in_a_sentence
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
@@ -308,7 +319,7 @@ class ElasticTrainer:
 
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
-        prepare(self._training, optimizer, lr_scheduler, scaler, environ=os.environ)
+        prepare(self._training, optimizer, lr_scheduler, scaler, environ=os.environ, on_world=_note_world)
         os.environ.pop(JOINS, None)  # done, and no other trainer of this process is to join
         self._session = session = self._training.session
         weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
@@ -381,7 +392,7 @@ class ElasticTrainer:
 
     def epoch(self, epoch: int | None = None) -> AbstractContextManager[int]:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
-        return Epoch(self._prepared, epoch)
+        return Epoch(self._prepared.epochs, epoch)
 
     def batches(self, *, max_steps: int | None = None) -> Generator[Any, None, None]:
         """The dataloader's batches, epoch after epoch, for loops that count steps; epochs begin and end by themselves.
@@ -389,7 +400,7 @@ class ElasticTrainer:
         The batches end once ``max_steps`` steps have committed, those of earlier runs included, and where some rank has
         asked to stop. A second call goes on where the loop before was left. All ranks take batches alike.
         """
-        return self._prepared.endless.batches(max_steps)
+        return self._prepared.epochs.endless.batches(max_steps)
 
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
@@ -471,7 +482,7 @@ class ElasticTrainer:
     @_in_a_sentence
     def reset(self) -> None:
         """Begin counting ``num_steps`` from zero, and the dataloader's batches too: a new epoch."""
-        self._prepared.reset()
+        self._prepared.epochs.reset()
 
     @overload
     def knob(self, name: str) -> Any: ...
@@ -500,7 +511,8 @@ class ElasticTrainer:
         """Call ``function(change)`` after each change of members, which processes live through; on the ranks of then.
 
         For scripts that keep ranks, a number of ranks or process groups of their own, which have ended by then: the
-        function makes such groups anew, on all ranks alike. Called before ``prepare()``, or later.
+        function makes such groups anew, on all ranks alike. Called before ``prepare()``: within it a worker that
+        joins calls its functions with the others.
         """
         self._training.on_members.append(function)
 
@@ -651,3 +663,10 @@ def _options_of(name: str, value: _Default | None, kind: type[_Default]) -> _Def
 def _num_local() -> int:
     """How many ranks share this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _note_world(world: World) -> None:
+    """Have the environment say what this rank is now, where a launcher has said it: other code goes by that."""
+    for name, number in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
+        if name in os.environ:
+            os.environ[name] = str(number)

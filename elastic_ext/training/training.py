@@ -4,12 +4,12 @@
 Those parts are made of this one object, and read from it, when they act, the parts that are made after them.
 
 What happens at the moments of a training (it begins, passes a boundary, was resharded, went back, ends) is said in
-session.py, in order.
+session.py, in order; how its epochs begin and end, in epochs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from .batches import Batches
     from .checkpoints.checkpoints import CheckpointRequest, Checkpoints
+    from .checkpoints.loop import Saving
     from .checkpoints.state import TrainingState
     from .facts import FactsOfJob
     from .gradients.gradients import Gradients
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .optimizers.rates import OptimizerSettings
     from .options import FollowOptions, StepOptions
     from .parallelism import Parallelism
+    from .reports import TrainingReports
     from .session import Session
     from .steps.device_memory import DeviceMemory
     from .steps.oom_guard import Guarding
@@ -97,6 +99,8 @@ class Training:
     startup: Mapping[str, object] = field(init=False)
     """The script's own values of config keys."""
     follower: ConfigFollower = field(init=False)
+    reports: TrainingReports = field(init=False)
+    """What training says of itself; ``follower.reports`` writes it down."""
     memory: DeviceMemory = field(init=False)
     guarding: Guarding = field(init=False)
     growing: Growing = field(init=False)
@@ -114,6 +118,8 @@ class Training:
     saved_state: TrainingState = field(init=False)
     """The state of this rank that checkpoints hold."""
     checkpoints: Checkpoints | None = field(init=False)
+    saving: Saving | None = field(init=False, default=None)
+    """When the loop saves checkpoints; None where it keeps none, and until the session has begun."""
     attempts: Attempts = field(init=False)
 
     @property
@@ -135,3 +141,12 @@ class Training:
     def why_not_reshard(self) -> str | None:
         """Why the model stays as it is sharded, None where that can be changed."""
         return self.spread.why_not or (None if self.spread.plan else NOT_SPREAD)
+
+    def registered_tensors(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """The tensors that the user has registered, in the same order on all ranks."""
+        return [tensors for _, tensors in sorted(self.registered.items())]
+
+    def let_go_of_parameters(self) -> Sequence[object]:
+        """Drop references to parameters where possible; gives our objects that still refer to some."""
+        self.guarding.let_go()
+        return self.gradients.holders()

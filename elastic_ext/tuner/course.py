@@ -17,7 +17,14 @@ from elastic_ext.records.metrics import JobFacts
 
 from .costs import Advice, Budget
 from .decisions import Book, Decision, Kind
-from .explain import change_in_words, nothing_new_in_words, rate_in_words, why_try
+from .explain import (
+    SET_ASIDE,
+    change_in_words,
+    nothing_new_in_words,
+    rate_in_words,
+    why_best_again,
+    why_try,
+)
 from .measurements import PROBE_STEPS, PaceWatch, PointMeasurement, SlowdownCheck, StepReport, Trial, changed_facts
 from .space import KEYS, Point, Value, point_of, values_of
 
@@ -253,8 +260,10 @@ class Course:
         elif best is not None and before is None and best.point != measured.point:
             expected, unsure = self.search.seconds_at(measured.point), self.search.unsure_at(measured.point)
             if self._slowdown_check.is_doubtful(measured, expected, unsure):
-                why = "to see whether the pace of the job has changed"
-                return [*self._close(measured), *self._back(now, best, why)]
+                told = self._close(measured, SET_ASIDE)
+                change = change_in_words(best.point, self.here)
+                why = why_best_again(change, best=self.rate(best.seconds), measured=self.rate(measured.seconds))
+                return [*told, *self._write(now, "undo", best.point, why)]
         return []
 
     def _measure_anew(self, now: float, why: str) -> list[Decision]:
@@ -265,13 +274,15 @@ class Course:
             return self._say(now, "hold", nothing_new_in_words(why))
         return self.leave(now, f"what was tried cannot be measured: {why}")
 
-    def _close(self, measured: PointMeasurement) -> list[Decision]:
+    def _close(self, measured: PointMeasurement, reason: str = "") -> list[Decision]:
         open_ = self._book.open
         if open_ is None or open_.version != self._base.version:
             return []
         best = self.search.best
         is_kept = open_.kind != "probe" or (best is not None and best.point == measured.point)
-        return _some(self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds)))
+        return _some(
+            self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds), reason)
+        )
 
     def _see_elsewhere(self, now: float, report: StepReport) -> list[Decision]:
         """Take steps under another config than the one that is to be measured."""

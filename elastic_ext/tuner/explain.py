@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .search import PointProposal
 
 __all__ = [
+    "SET_ASIDE",
     "change_in_words",
     "listed",
     "longest_wait_in_words",
@@ -22,6 +23,7 @@ __all__ = [
     "rate_in_words",
     "size_change_in_words",
     "way_in_words",
+    "why_best_again",
     "why_edited",
     "why_try",
 ]
@@ -106,8 +108,21 @@ def why_try(proposal: PointProposal, best: PointMeasurement, here: Point, num_sa
     return f"{words}; {wait}" if wait else words
 
 
+SET_ASIDE = "slower than predicted: what was measured is set aside until the best config before is measured once more"
+"""Why a probe is undone whose steps are doubted, as the end of its decision's reason."""
+
+
+def why_best_again(change: str, *, best: float, measured: float) -> str:
+    """Why the best config before is put in force again, after a probe whose steps are doubted; rates in samples/s."""
+    return (
+        f"{change}: the config that gave {rate_in_words(best)} is measured once more, as the job itself may have "
+        f"become slower; if it has not, the {rate_in_words(measured)} measured now count as well, and the tuner keeps "
+        "the fastest; if it has, the search begins again"
+    )
+
+
 def nothing_new_in_words(why: str) -> str:
-    """That the tuner puts no other config in force to measure it, and why."""
+    """The sentence that says that the tuner puts no other config in force to measure it, and why."""
     return f"the tuner tries nothing new: {why}"
 
 

@@ -356,6 +356,8 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
     """What has changed about a job so that its search has to begin again, as a sentence; empty where nothing has."""
     if now.world_size != before.world_size:
         return f"{now.world_size} ranks train instead of {before.world_size}"
+    if now.members != before.members:
+        return "others of the job's workers train together"
     if now.restart != before.restart:
         return "the job's processes were started again"
     if now.num_local != before.num_local or now.device != before.device:

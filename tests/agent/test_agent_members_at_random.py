@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,10 @@ class Game:
         self.agents: dict[Path, list[dict[str, int]]] = {}
         self.workers: dict[int, list[dict[str, int]]] = {}
         self._draw = random.Random(seed)
-        self._script = ("-m", "tests.support.elastic_job", "--steps=1000000", "--every=1000000", "--pace=0.02")
-        self._script += ("--tells-state", "--sharded", f"--strategy={strategy}")
+        self._script: Sequence[str] = [
+            *("-m", "tests.support.elastic_job", "--steps=1000000", "--every=1000000", "--pace=0.02"),
+            *("--tells-state", "--sharded", f"--strategy={strategy}"),
+        ]
         self._nodes: list[Node] = []
 
     def play(self, num_changes: int) -> None:

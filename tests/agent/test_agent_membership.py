@@ -116,9 +116,9 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
 
 def test_what_is_told_is_heard_by_those_who_look() -> None:
     first, second, third = boards(3)
-    assert first.told("failed") == {} and first.read("over") is None
+    assert first.values_of("failed") == {} and first.read("over") is None
     second.tell("failed", ["a"])
     third.tell_quietly("leaving", "c")
     second.post_quietly("over", "why")
-    assert first.told("failed") == {1: ["a"]} and first.read("over") == "why"
+    assert first.values_of("failed") == {1: ["a"]} and first.read("over") == "why"
     assert first.who_told("failed", "leaving") == {1, 2}

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.agent.config_writer import ConfigWriter, ForeignWrite, config_requests
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigEdit
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive, stamp_of
 from tests.support.configs import configs, unhurried
@@ -46,7 +47,7 @@ class Node:
         self.path.write_text(text_of(version, x, reason))
 
     def set(self, x: object) -> ElasticConfig:
-        return self.tuner.set({"user.x": x}, reason="")
+        return self.tuner.set(ConfigEdit({"user.x": x}))
 
     def in_file(self) -> tuple[int, object]:
         config = ElasticConfig.parse(self.path.read_bytes())
@@ -102,7 +103,7 @@ def test_a_refused_change_writes_nothing(node: Node) -> None:
     node.tuner.undo()
     before = node.path.read_bytes()
     with pytest.raises(ConfigError, match="allowed"):
-        node.tuner.set({"optimizer.learning_rate": -1}, reason="")
+        node.tuner.set(ConfigEdit({"optimizer.learning_rate": -1}))
     with pytest.raises(ConfigError, match="no earlier version"):
         node.tuner.undo()
     node.tuner.look()
@@ -112,7 +113,7 @@ def test_a_refused_change_writes_nothing(node: Node) -> None:
 def test_sets_from_several_threads_and_looks_between_them_lose_nothing(node: Node) -> None:
     def set_some(name: str) -> None:
         for number in range(5):
-            node.tuner.set({f"user.{name}": number}, reason=name)
+            node.tuner.set(ConfigEdit({f"user.{name}": number}, reason=name))
 
     threads = [threading.Thread(target=set_some, args=(f"t{number}",)) for number in range(3)]
     for thread in threads:
@@ -330,7 +331,7 @@ def test_the_one_who_is_told_may_ask_the_tuner(tmp_path: Path) -> None:
     tuner = ConfigWriter(
         tmp_path / "config.json", on_foreign=lambda write: asked.append((tuner.newest(), tuner.undo().version))
     )
-    tuner.set({"user.x": 1}, reason="")
+    tuner.set(ConfigEdit({"user.x": 1}))
     (tmp_path / "config.json").write_text(text_of(2, 2))
     tuner.look()
     assert len(asked) == 1
@@ -392,17 +393,18 @@ import logging, sys
 from pathlib import Path
 import resource
 from elastic_ext.agent.config_writer import ConfigWriter
+from elastic_ext.config.history import ConfigEdit
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 path, other = Path(sys.argv[1]), sys.argv[2]
 told = []
 tuner = ConfigWriter(path, on_foreign=told.append)
-tuner.set({"user.x": 1}, reason="r" * 300)
+tuner.set(ConfigEdit({"user.x": 1}, reason="r" * 300))
 before = path.read_bytes()
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
 for _ in range(2):
     try:
-        tuner.set({"user.x": 2}, reason="")
+        tuner.set(ConfigEdit({"user.x": 2}))
     except OSError as error:
         print("failed:", error.strerror)
     assert not tuner.take(other)
@@ -411,7 +413,7 @@ for _ in range(2):
 assert path.read_bytes() == before and tuner.newest()[0] == 1
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 assert tuner.take(other) and tuner.trouble is None
-assert tuner.set({"user.x": 3}, reason="").version == 10
+assert tuner.set(ConfigEdit({"user.x": 3})).version == 10
 tuner.look()
 assert told == []
 """
@@ -473,7 +475,7 @@ def several(folder: Path, count: int = 3) -> Iterator[list[Node]]:
 def test_a_version_set_on_one_node_is_on_all_of_them_and_foreign_on_none(tmp_path: Path) -> None:
     with several(tmp_path) as nodes:
         hand_round(nodes)
-        nodes[1].tuner.set({"user.x": 1}, reason="why", at_step=7)
+        nodes[1].tuner.set(ConfigEdit({"user.x": 1}, reason="why", at_step=7))
         hand_round(nodes)
         nodes[2].set(2)
         hand_round(nodes)

@@ -81,7 +81,9 @@ def test_a_failure_names_rank_process_node_and_how_it_ended(exit_code: int, word
 
 def test_a_signal_without_a_traceback_comes_with_what_may_be_behind_it() -> None:
     bare = replace(FAILURE, message="", traceback="")
-    assert "memory has run out" in told(replace(bare, exit_code=-9))
+    assert told(replace(bare, exit_code=-9)).endswith(
+        "; either memory ran out and the kernel sent SIGKILL (`dmesg` says so), or a person or a scheduler sent it"
+    )
     assert "/dev/shm" in told(replace(bare, exit_code=-7))
     assert "native code" in told(replace(bare, exit_code=-11))
     assert told(bare) == "rank 3 (local rank 1, pid 17) on one exited with status 1"

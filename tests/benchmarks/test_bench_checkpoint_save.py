@@ -98,9 +98,13 @@ def test_claims_are_of_ours_and_over_the_peer_that_is_named(ranks: SavingRanks) 
 def test_table_of_lost_time_has_no_row_of_training_without_a_save(ranks: SavingRanks) -> None:
     names = ["no save", *(NAMES[way] for way in TRAINED)]
     values = [[{STEP: 1.0 + place, LOST: float(place)}] * 5 for place in (0, *range(len(names)))]
-    steps, lost = tables_of_training(ranks, [Side(name=name, run=int) for name in names], values)
+    sides = [Side(name=name, run=int) for name in names]
+    steps, lost, over = tables_of_training(ranks, sides, values, dcp_seconds=10.0)
     assert isinstance(steps, Comparison)
     assert isinstance(lost, QuantileTable)
+    assert isinstance(over, QuantileTable)
+    assert [row.occasions[0] for row in over.rows] == [[0.1], [0.5], [pytest.approx(1 / 3)]]
+    assert over.verdicts == ("pass", "fail", "fail")
     assert [row.ratio for row in steps.rows] == [1, 2, 3, 4, 5]
     assert all(f", {ranks.what}" in table.heading for table in (steps, lost))
     assert [(row.name, row.occasions[0]) for row in lost.rows] == [

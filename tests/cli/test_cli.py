@@ -119,7 +119,11 @@ def test_set_writes_the_next_version_with_its_reason_and_prints_what_changed(run
     config = run.read()
     assert (config.version, config.reason, config.apply_at_step) == (2, "faster", 100)
     assert run("set", "dataloader.batch_size=") == 0
-    assert run.out == "version 3 written\ndataloader.batch_size: 8 -> absent\n"
+    assert run.out == (
+        "version 3 written\ndataloader.batch_size: 8 -> absent\n"
+        "version 3 holds what version 2 set for step 100 as well (user.mixup): it comes into force with this version, "
+        "unless that step has passed; --at-step 100 would keep it waiting\n"
+    )
     assert run.read().values() == {"user.mixup": 0.2}
     assert run.read().apply_at_step is None
 

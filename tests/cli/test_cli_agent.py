@@ -97,7 +97,7 @@ def test_a_change_goes_through_the_agent_in_the_words_that_there_are_without_one
     agent: Agent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = [
-        ("set", "user.x=1", "optimizer.learning_rate=0.1", "--reason", "größe", "--at-step", "9"),
+        ("set", "user.x=1", "user.y=1", "optimizer.learning_rate=0.1", "--reason", "größe", "--at-step", "9"),
         ("set", "user.x=[1, 2]", "optimizer.learning_rate="),
         ("undo",),
         ("set", "optimizer.learning_rate=-1"),
@@ -112,6 +112,8 @@ def test_a_change_goes_through_the_agent_in_the_words_that_there_are_without_one
         asked = (agent.run(*command, "--file", str(agent.path)), agent.out, agent.err)
         alone = (main(["config", *command, "--file", str(tmp_path / "alone.json")]), *capsys.readouterr())
         assert _without_times(asked) == _without_times(alone)
+        is_early = "version 2 holds what version 1 set for step 9 as well (user.y)" in asked[1]
+        assert is_early == (command == commands[1])
     assert agent.path.read_bytes() == (tmp_path / "alone.json").read_bytes()
     assert agent.asked == ["set", "set", "undo", "set", "set", "set", "undo"]
     agent.tuner.look()

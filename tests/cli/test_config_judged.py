@@ -255,6 +255,35 @@ def test_no_command_waits_for_a_version_that_no_job_is_to_take_now(
     assert time.monotonic() - began < 4.0, "it waits five seconds for a job"
 
 
+def test_what_was_set_for_a_later_step_is_told_to_come_with_the_next_version_while_its_step_is_to_come(
+    job: Job,
+) -> None:
+    early = "version {} holds what version {} set for step {} as well ({}): it comes into force with this version"
+    for name in "abcdef":
+        job.follower.knob(name)
+    assert job.run("set", "user.a=1", "user.b=1") == 0
+    assert job.run("set", "user.a=2", "user.b=2", "--at-step", "1000000") == 0
+    assert "holds what" not in job.out
+    assert job.run("set", "user.c=1", "--at-step", "1000000") == 0
+    assert "holds what" not in job.out, "what waits goes on waiting"
+    assert job.run("set", "user.d=1", "--json") == 0
+    said = json.loads(job.out.replace("step N", "step 0"))["early"]
+    assert said == f"{early.format(4, 3, 0, 'user.a, user.b, user.c')}; --at-step 0 would keep it waiting"
+
+
+def test_what_was_set_for_a_step_that_the_job_has_come_to_is_not_early(job: Job) -> None:
+    for name in "ab":
+        job.follower.knob(name)
+    assert job.run("set", "user.a=1") == 0
+    assert job.run("set", "user.a=2", "--at-step", str(job.follower.step + 20_000)) == 0
+    end = time.monotonic() + END_SECONDS
+    while job.follower.config.version < 2:
+        assert time.monotonic() < end
+        job.follower.boundary()
+    assert job.run("set", "user.b=1") == 0
+    assert job.out == "version 3 written\nuser.b: absent -> 1\nin force from step N\n"
+
+
 def test_a_version_that_came_too_late_for_its_run_is_built_upon(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

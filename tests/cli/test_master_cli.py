@@ -102,6 +102,12 @@ def test_a_config_that_is_set_is_in_the_nodes_file_and_the_words_are_those_of_a_
     assert ElasticConfig.parse((node.run_dir / "config.json").read_bytes()).version == 3
 
 
+def test_what_was_set_for_a_later_step_and_comes_with_another_version_is_told(shell: Shell) -> None:
+    assert shell.run("config", "set", "user.x=1", "--at-step", "9") == 0
+    assert shell.run("config", "set", "user.y=1") == 0
+    assert "version 2 holds what version 1 set for step 9 as well (user.x): it comes into force with" in shell.out
+
+
 def test_what_commands_say_can_be_had_as_json(shell: Shell, master: MasterThread, node: LinkedNode) -> None:
     assert shell.json("config", "set", "user.x=1") == {
         "version": 1,

@@ -15,7 +15,7 @@ from elastic_ext.agent.arguments import parse
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.master.embedded import OwnMaster, master_choice, tuning_mode
 from elastic_ext.cli import main
-from elastic_ext.cli.master import decision_words
+from elastic_ext.cli.master import decision_words, moment_words
 from elastic_ext.master.credentials import make_token
 from elastic_ext.master.store import JobStore
 from elastic_ext.master.tuning import event_text
@@ -24,6 +24,7 @@ from elastic_ext.ranks.deadlines import Backoff
 from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 from tests.agent.status.test_agent_status import write_all
+from tests.master.test_master_store import event_of
 from tests.support.job_facts import made_facts
 from tests.support.masters import MasterThread, master_on_thread, until
 from tests.support.ports import free_port
@@ -108,11 +109,14 @@ def test_after_the_end_of_a_job_the_log_shows_what_its_own_master_has_stored(
     run_dir = tmp_path / "cache" / "elastic_ext" / "died"
     write_all(run_dir, replace(this_process(), start_ticks=1), job="died")
     store = JobStore(run_dir / "master")
-    store.keep(decisions=[decision_of(outcome="kept", measured=176.5, version=1), decision_of(2, kind="settle")])
+    begun = event_of(1, time=1001.5, rank=0, step=0, kind="training-began")
+    decisions = [decision_of(outcome="kept", measured=176.5, version=1), decision_of(2, kind="settle")]
+    store.keep(decisions=decisions, events=[begun])
     store.close()
     assert main(["tuning", "log"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("  probe    version 1  kept") and "settle" in lines[4]
+    assert lines[0].endswith("  probe    version 1  kept") and "settle" in lines[5]
+    assert lines[4] == f"--- a new training began {moment_words(1001.5)}"
     assert lines[-1] == "the job's master has ended; its tuner had made 2 decisions"
     assert main(["tuning", "log", "--job", "died", "--last", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["number"] == 2
@@ -121,6 +125,37 @@ def test_after_the_end_of_a_job_the_log_shows_what_its_own_master_has_stored(
     (run_dir / "master" / "master.db").write_bytes(b"no database" * 100)
     assert main(["tuning", "log"]) == 1
     assert "master.db cannot be read: file is not a database" in capsys.readouterr().err
+
+
+def began(time: float, rank: int = 0, step: int = 0) -> wire.JobEvent:
+    return wire.JobEvent(time=time, node_id="a", rank=rank, step=step, kind="training-began", text="training begins")
+
+
+def test_the_log_says_where_a_new_training_of_the_job_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decisions = [decision_of(number, kind="hold", changes={}) for number in range(1, 4)]  # at 1001, 1002 and 1003 s
+    strategy = Scripted(answers={"see": lambda _: decisions})
+    for made in master_on_thread(tmp_path, "--tuning", "auto", tuner=strategy.made):
+        caller = made.caller()
+        caller.join()
+        first, second, third = began(1000.5), began(1002.5), began(1003.5)
+        others = [began(1002.6, rank=1), began(1001.5, step=7)]  # which goes on after a step
+        ranks = [reported(0), reported(1)]
+        caller.beat(facts=FACTS.to_json(), workers=ranks, events=[first, second, *others], first_event=1)
+        assert ran(made, "log") == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = [number for number, each in enumerate(lines) if "a new training began" in each]
+        assert lines[line] == f"--- a new training began {moment_words(1002.5)}"
+        assert lines[line + 1].startswith("  3  ") and any(each.startswith("  2  ") for each in lines[:line])
+        assert ran(made, "log", "--json") == 0
+        found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+        assert [each["training_began"] for each in found] == [1000.5, 1000.5, 1002.5]
+        caller.beat(events=[third], first_event=5)
+        assert ran(made, "log", "--last", "1") == 0
+        assert capsys.readouterr().out.splitlines()[-2] == (
+            f"--- a new training began {moment_words(1003.5)}, and the tuner has decided nothing yet"
+        )
 
 
 def test_a_job_that_is_found_is_told_by_name_and_the_master_of_another_job_refuses(

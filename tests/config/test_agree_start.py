@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ext.ranks import group as ranks_module
+from elastic_ext.torch_private.groups import store_of_default_group
 from tests.support.loops import errors_of, follower_of, put, rate, same, seen_by, step_until, take_step
 from tests.support.ranks import RankPool
 
@@ -193,7 +193,7 @@ def test_ranks_agree_whatever_the_backend_of_the_default_group_and_wherever_its_
 
 
 def look_into_the_private_store(rank: int) -> str:
-    store = ranks_module._default_store()
+    store = store_of_default_group()
     if rank == 0:
         store.set("hello", "from rank 0")
     return str(store.get("hello").decode())  # waits for it

@@ -171,7 +171,7 @@ def test_hostile_files_leave_the_old_config_in_place_and_the_thread_alive(tmp_pa
             else:
                 write_whole(path, data, durable=False)
             assert watcher.wait_until_seen(data, DEADLINE_SECONDS), f"file {number} was never seen: {data[:200]!r}"
-            held = watcher.held
+            held = watcher.newest
             assert held is not None and held.digest == expected.digest, f"file {number}: {data[:200]!r}"
             assert (watcher.refusal is None) == (config is not None)
             if number % VALID_EVERY == VALID_EVERY - 1:
@@ -180,7 +180,7 @@ def test_hostile_files_leave_the_old_config_in_place_and_the_thread_alive(tmp_pa
                 valid = expected.to_json().encode()
                 write_whole(path, valid, durable=False)
                 assert watcher.wait_until_seen(valid, DEADLINE_SECONDS)
-                assert watcher.held == expected and watcher.is_alive
+                assert watcher.newest == expected and watcher.is_alive
     assert num_torn > num_files // 20
     assert num_valid < num_files // 3  # most of them are hostile indeed
 
@@ -194,7 +194,7 @@ def test_files_torn_in_place_end_in_what_was_written_last(tmp_path: Path) -> Non
             write_torn(path, truncation(rng, data), rng)
             write_torn(path, data, rng)
             assert watcher.wait_until_seen(data, DEADLINE_SECONDS)
-            assert watcher.held is not None and watcher.held.version == version
+            assert watcher.newest is not None and watcher.newest.version == version
 
 
 @settings(max_examples=300, deadline=None)

@@ -26,7 +26,7 @@ words = st.builds(
     held_version=counts,
     fresh=st.booleans(),
     proposing=st.booleans(),
-    asking=st.booleans(),
+    asks_for_lag=st.booleans(),
     stop=st.booleans(),
     save=st.booleans(),
     pacing=st.booleans(),
@@ -43,7 +43,7 @@ SAME = {
     "lost": "micro-batches of a step that failed",
     "in_force": "the config in force",
 }
-FLAGS = ("fresh", "proposing", "asking", "stop", "save")
+FLAGS = ("fresh", "proposing", "asks_for_lag", "stop", "save")
 PLAIN = ControlWord(
     purpose=Purpose.ROUTINE,
     boundary=3,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import ConfigHistory, HistoryEntry, refused_in, undo_target
+from elastic_ext.config.history import ConfigEdit, ConfigHistory, HistoryEntry, refused_in, undo_target
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive
 from tests.support.configs import configs, unhurried
@@ -47,22 +47,22 @@ def test_the_first_set_makes_the_file_and_its_folder_as_version_1(tmp_path: Path
     history = ConfigHistory(tmp_path / "a" / "b" / "config.json")
     assert history.current() is None and history.entries() == []
     assert not (tmp_path / "a").exists()
-    new = history.set({"user.x": 1}, reason="first")
+    new = history.set(ConfigEdit({"user.x": 1}, reason="first"))
     assert new == ElasticConfig.parse(history.path.read_bytes())
     assert (new.version, new.reason, new.values()) == (1, "first", {"user.x": 1})
 
 
 def test_a_set_changes_what_it_names_and_counts_up(history: ConfigHistory) -> None:
-    history.set({"user.x": 1, "optimizer.learning_rate": 0.1}, reason="one", at_step=5)
-    new = history.set({"user.x": 2, "dataloader.batch_size": 4}, remove=["optimizer.learning_rate"], reason="")
+    history.set(ConfigEdit({"user.x": 1, "optimizer.learning_rate": 0.1}, reason="one", at_step=5))
+    new = history.set(ConfigEdit({"user.x": 2, "dataloader.batch_size": 4}, remove=("optimizer.learning_rate",)))
     assert (new.version, new.reason, new.apply_at_step) == (2, "", None)
     assert new.values() == {"user.x": 2, "dataloader.batch_size": 4}
     assert [entry.config.apply_at_step for entry in history.entries()] == [5, None]
 
 
 def test_a_save_asked_for_once_is_not_carried_on(history: ConfigHistory) -> None:
-    history.set({"checkpoint.now": True, "user.x": 1}, reason="")
-    assert history.set({"user.x": 2}, reason="").checkpoint.now is None
+    history.set(ConfigEdit({"checkpoint.now": True, "user.x": 1}))
+    assert history.set(ConfigEdit({"user.x": 2})).checkpoint.now is None
     assert history.undo().checkpoint.now is None
     assert value(history) == 1
 
@@ -85,10 +85,10 @@ def test_a_save_asked_for_once_is_not_carried_on(history: ConfigHistory) -> None
 def test_a_set_that_is_refused_changes_nothing_on_disk(
     history: ConfigHistory, changes: dict[str, object], remove: list[str], at_step: int | None
 ) -> None:
-    history.set({"user.x": 1}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
     before = {name: (history.path.parent / name).read_bytes() for name in os.listdir(history.path.parent)}
     with pytest.raises(ConfigError):
-        history.set(changes, remove=remove, reason="", at_step=at_step)
+        history.set(ConfigEdit(changes, remove=tuple(remove), at_step=at_step))
     assert {name: (history.path.parent / name).read_bytes() for name in os.listdir(history.path.parent)} == before
 
 
@@ -96,16 +96,16 @@ def test_a_set_that_is_refused_changes_nothing_on_disk(
 @given(configs())
 def test_whatever_set_writes_can_be_read(tmp_path_factory: pytest.TempPathFactory, config: ElasticConfig) -> None:
     history = ConfigHistory(tmp_path_factory.mktemp("set") / "config.json")
-    new = history.set(config.values(), reason=config.reason, at_step=config.apply_at_step)
+    new = history.set(ConfigEdit(config.values(), reason=config.reason, at_step=config.apply_at_step))
     assert history.current() == new
     assert [entry.config for entry in history.entries()] == [new]
 
 
 def test_a_set_over_a_refused_file_is_refused_and_leaves_it_alone(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
     history.path.write_bytes(b"half a fi")
     with pytest.raises(ConfigError, match="not JSON"):
-        history.set({"user.x": 2}, reason="")
+        history.set(ConfigEdit({"user.x": 2}))
     assert history.path.read_bytes() == b"half a fi"
 
 
@@ -113,7 +113,7 @@ def test_a_set_goes_through_a_link_and_leaves_it_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     link = tmp_path / "config.json"
     link.symlink_to("real/config.json")
-    ConfigHistory(link).set({"user.x": 1}, reason="")
+    ConfigHistory(link).set(ConfigEdit({"user.x": 1}))
     assert link.is_symlink()
     assert ElasticConfig.parse((tmp_path / "real" / "config.json").read_bytes()).version == 1
 
@@ -122,10 +122,10 @@ def test_a_set_goes_through_a_link_and_leaves_it_a_link(tmp_path: Path) -> None:
 
 
 def test_an_edit_by_hand_enters_the_history_with_the_next_set(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
     by_hand(history, 5, 2)
     assert versions(history) == [1, 5]
-    assert history.set({"user.y": 1}, reason="").version == 6
+    assert history.set(ConfigEdit({"user.y": 1})).version == 6
     assert versions(history) == [1, 5, 6]
     assert value(history) == 2
     history.undo()
@@ -134,13 +134,13 @@ def test_an_edit_by_hand_enters_the_history_with_the_next_set(history: ConfigHis
 
 def test_a_file_made_by_hand_can_be_changed_and_gone_back_to(history: ConfigHistory) -> None:
     by_hand(history, 3, "mine")
-    assert history.set({"user.x": "other"}, reason="").version == 4
+    assert history.set(ConfigEdit({"user.x": "other"})).version == 4
     assert history.undo().version == 5
     assert value(history) == "mine"
 
 
 def test_an_edit_by_hand_without_a_new_version_is_kept_apart(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
     by_hand(history, 1, 2)
     assert versions(history) == [1, 1]
     history.undo()
@@ -149,9 +149,9 @@ def test_an_edit_by_hand_without_a_new_version_is_kept_apart(history: ConfigHist
 
 def test_versions_go_up_even_after_an_edit_by_hand_to_a_lower_one(history: ConfigHistory) -> None:
     for x in range(5):
-        history.set({"user.x": x}, reason="")
+        history.set(ConfigEdit({"user.x": x}))
     by_hand(history, 2, "older")
-    assert history.set({"user.y": 1}, reason="").version == 6
+    assert history.set(ConfigEdit({"user.y": 1})).version == 6
     assert value(history) == "older"
 
 
@@ -160,7 +160,7 @@ def test_versions_go_up_even_after_an_edit_by_hand_to_a_lower_one(history: Confi
 
 def test_undo_goes_further_back_each_time_and_says_where_it_went(history: ConfigHistory) -> None:
     for x in range(1, 5):
-        history.set({"user.x": x}, reason=f"x is {x}")
+        history.set(ConfigEdit({"user.x": x}, reason=f"x is {x}"))
     for x, version in ((3, 5), (2, 6), (1, 7)):
         new = history.undo()
         assert (new.version, new.reason, value(history)) == (version, f"back to version {x}", x)
@@ -173,10 +173,10 @@ def test_undo_goes_further_back_each_time_and_says_where_it_went(history: Config
 
 
 def test_undo_of_a_change_made_after_an_undo_undoes_that_change_only(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
-    history.set({"user.x": 2}, reason="a mistake")
+    history.set(ConfigEdit({"user.x": 1}))
+    history.set(ConfigEdit({"user.x": 2}, reason="a mistake"))
     history.undo()
-    history.set({"user.y": 1}, reason="")
+    history.set(ConfigEdit({"user.y": 1}))
     history.undo()
     current = history.current()
     assert current is not None and current.values() == {"user.x": 1}
@@ -191,10 +191,10 @@ def test_versions_that_ranks_have_refused_are_passed_over(
 ) -> None:
     histories = [ConfigHistory(tmp_path / name / "config.json") for name in ("undo", "set")]
     for history in histories:
-        written = {x: history.set({"user.x": x}, reason="").digest for x in (1, 2, 3)}
+        written = {x: history.set(ConfigEdit({"user.x": x})).digest for x in (1, 2, 3)}
     digests = [written[x] for x in refused]
     assert histories[0].undo(digests).get("user.x") == undone
-    new = histories[1].set({"user.y": 1}, reason="", refused=digests)
+    new = histories[1].set(ConfigEdit({"user.y": 1}, refused=tuple(digests)))
     assert (new.version, new.get("user.x"), new.get("user.y")) == (4, set_on, 1)
 
 
@@ -209,15 +209,15 @@ def test_ranks_have_refused_what_their_last_event_of_a_version_says() -> None:
 
 
 def test_undo_keeps_no_step_to_come(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="", at_step=10)
-    history.set({"user.x": 2}, reason="")
+    history.set(ConfigEdit({"user.x": 1}, at_step=10))
+    history.set(ConfigEdit({"user.x": 2}))
     assert history.undo().apply_at_step is None
 
 
 @pytest.mark.parametrize("broken", [b"", b"half a fi", b"\xff", b'{"version": 3, "typo": 1}', b"{}"])
 def test_undo_over_a_refused_file_brings_back_the_last_good_one(history: ConfigHistory, broken: bytes) -> None:
-    history.set({"user.x": 1}, reason="")
-    history.set({"user.x": 2}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
+    history.set(ConfigEdit({"user.x": 2}))
     history.path.write_bytes(broken)
     assert history.undo().version == 3
     assert value(history) == 2
@@ -226,8 +226,8 @@ def test_undo_over_a_refused_file_brings_back_the_last_good_one(history: ConfigH
 
 
 def test_undo_after_the_file_was_deleted_brings_it_back(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
-    history.set({"user.x": 2}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
+    history.set(ConfigEdit({"user.x": 2}))
     history.path.unlink()
     assert history.undo().version == 3
     assert value(history) == 2
@@ -244,7 +244,7 @@ def test_undo_without_anything_earlier_is_refused(history: ConfigHistory) -> Non
 def test_undo_of_the_first_version_sets_no_key_and_so_does_undo_of_what_comes_after(history: ConfigHistory) -> None:
     by_hand(history, 7, 1)
     assert (history.undo().version, value(history)) == (8, None)
-    history.set({"user.y": 1}, reason="")
+    history.set(ConfigEdit({"user.y": 1}))
     assert history.undo().values() == {}
     with pytest.raises(ConfigError, match="no earlier version to go back to; allowed: a file that sets a key"):
         history.undo()
@@ -288,7 +288,7 @@ def test_any_order_of_sets_undos_and_edits_by_hand_is_what_an_editor_would_do(
             version += 2
         else:
             stack.append(operation)
-            history.set({"user.x": operation}, reason="")
+            history.set(ConfigEdit({"user.x": operation}))
             recorded = True
         version += 1
         current = history.current()
@@ -330,7 +330,7 @@ def test_the_history_keeps_the_last_two_hundred_versions(history: ConfigHistory)
     lines = [line.replace('"version": 1', f'"version": {version}') for version in range(1, 301)]
     history_file(history).write_text("\n".join(lines) + "\n")
     by_hand(history, 300, 1)
-    history.set({"user.x": 2}, reason="")
+    history.set(ConfigEdit({"user.x": 2}))
     assert versions(history) == [*range(103, 301), 300, 301]
 
 
@@ -365,7 +365,7 @@ DAMAGED = [
 @pytest.mark.parametrize("line", DAMAGED)
 def test_a_damaged_line_of_the_history_loses_its_own_version_only(history: ConfigHistory, line: bytes) -> None:
     for x in range(1, 4):
-        history.set({"user.x": x}, reason="")
+        history.set(ConfigEdit({"user.x": x}))
     first, _, third = history_file(history).read_bytes().splitlines()
     history_file(history).write_bytes(b"\n".join([line, first, line, third, line]))
     assert versions(history) == [1, 3]
@@ -375,7 +375,7 @@ def test_a_damaged_line_of_the_history_loses_its_own_version_only(history: Confi
 
 def test_a_history_file_torn_at_any_byte_can_be_read(history: ConfigHistory) -> None:
     for x in range(1, 4):
-        history.set({"user.x": x}, reason="größe")
+        history.set(ConfigEdit({"user.x": x}, reason="größe"))
     whole = history_file(history).read_bytes()
     for end in range(0, len(whole), 7):
         history_file(history).write_bytes(whole[:end])
@@ -383,11 +383,11 @@ def test_a_history_file_torn_at_any_byte_can_be_read(history: ConfigHistory) -> 
 
 
 def test_a_history_that_was_lost_leaves_the_file_in_charge(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
-    history.set({"user.x": 2}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
+    history.set(ConfigEdit({"user.x": 2}))
     history_file(history).unlink()
     assert versions(history) == [2]
-    assert history.set({"user.x": 3}, reason="").version == 3
+    assert history.set(ConfigEdit({"user.x": 3})).version == 3
     history.undo()
     assert value(history) == 2
 
@@ -404,7 +404,7 @@ def test_an_entry_comes_back_from_its_line(config: ElasticConfig, restores: int 
 
 
 def test_a_version_from_elsewhere_is_written_as_it_is_and_entered(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
     by_hand(history, 4, 2)
     new = ElasticConfig.from_values({"user.x": 3}, version=9, reason="of another node")
     assert history.put(new)
@@ -429,7 +429,7 @@ def test_a_version_from_elsewhere_replaces_what_was_refused(history: ConfigHisto
 
 
 def test_an_edit_by_hand_is_entered_when_it_is_taken_in_and_once_only(history: ConfigHistory) -> None:
-    history.set({"user.x": 1}, reason="")
+    history.set(ConfigEdit({"user.x": 1}))
     by_hand(history, 4, 2)
     history.take_in()
     first = history_file(history).read_bytes()
@@ -451,13 +451,13 @@ def test_a_writer_with_limited_patience_gives_up_before_one_that_does_not_end_an
     history: ConfigHistory,
 ) -> None:
     hasty = ConfigHistory(history.path, patience_seconds=0.0)
-    hasty.set({"user.x": 1}, reason="")
+    hasty.set(ConfigEdit({"user.x": 1}))
     before = history.path.read_bytes()
     new = ElasticConfig.from_values({"user.x": 3}, version=9)
     with exclusive(history.path.with_name(".config.json.lock")):
-        for write in (lambda: hasty.set({"user.x": 2}, reason=""), hasty.undo, lambda: hasty.put(new), hasty.take_in):
+        for write in (lambda: hasty.set(ConfigEdit({"user.x": 2})), hasty.undo, lambda: hasty.put(new), hasty.take_in):
             with pytest.raises(TimeoutError, match="another process writes the config file"):
                 write()
     assert history.path.read_bytes() == before
-    hasty.set({"user.x": 2}, reason="")
+    hasty.set(ConfigEdit({"user.x": 2}))
     assert versions(history) == [1, 2]

@@ -65,7 +65,7 @@ def put(path: Path, data: bytes) -> None:
 def holds(watcher: ConfigWatcher, version: int) -> bool:
     """Whether the watcher comes to hold exactly this version."""
     arrived = watcher.wait_for_version(version, DEADLINE_SECONDS)
-    return arrived and watcher.held is not None and watcher.held.version == version
+    return arrived and watcher.newest is not None and watcher.newest.version == version
 
 
 # ---- what is seen ----
@@ -75,14 +75,14 @@ def test_a_file_that_is_there_at_the_start_is_held_at_once(tmp_path: Path, by: s
     path = tmp_path / "config.json"
     put(path, text_of(5))
     with watching(path, by) as watcher:
-        assert watcher.held is not None and watcher.held.version == 5
+        assert watcher.newest is not None and watcher.newest.version == 5
         assert watcher.refusal is None
 
 
 def test_atomic_replacements_are_seen(tmp_path: Path, by: str) -> None:
     path = tmp_path / "config.json"
     with watching(path, by) as watcher:
-        assert watcher.held is None
+        assert watcher.newest is None
         for version in range(1, 40):
             put(path, text_of(version))
             assert holds(watcher, version)
@@ -111,18 +111,18 @@ def test_a_lower_version_is_held_too_since_nothing_here_knows_what_is_in_force(t
     with watching(path, by) as watcher:
         put(path, text_of(3))
         assert watcher.wait_until_seen(text_of(3), DEADLINE_SECONDS)
-        assert watcher.held is not None and watcher.held.version == 3
+        assert watcher.newest is not None and watcher.newest.version == 3
 
 
 def test_the_same_config_written_again_stays_the_same_object(tmp_path: Path, by: str) -> None:
     path = tmp_path / "config.json"
     put(path, text_of(1))
     with watching(path, by) as watcher:
-        held = watcher.held
+        held = watcher.newest
         for data in (text_of(1), text_of(1) + b"\n \n", text_of(1)):
             put(path, data)
             assert watcher.wait_until_seen(data, DEADLINE_SECONDS)
-        assert watcher.held is held
+        assert watcher.newest is held
 
 
 def test_a_file_that_goes_and_comes_back_is_seen_and_what_was_held_stays_meanwhile(tmp_path: Path, by: str) -> None:
@@ -131,7 +131,7 @@ def test_a_file_that_goes_and_comes_back_is_seen_and_what_was_held_stays_meanwhi
     with watching(path, by) as watcher:
         for version in range(2, 20):
             path.unlink()
-            assert watcher.held is not None
+            assert watcher.newest is not None
             put(path, text_of(version))
             assert holds(watcher, version)
 
@@ -288,7 +288,7 @@ def test_a_link_that_leads_nowhere_is_followed_once_it_leads_somewhere(tmp_path:
     path = tmp_path / "config.json"
     path.symlink_to("real.json")
     with watching(path, by) as watcher:
-        assert watcher.held is None
+        assert watcher.newest is None
         put(tmp_path / "real.json", text_of(1))
         assert holds(watcher, 1)
 
@@ -328,7 +328,7 @@ def test_refused_contents_leave_the_old_config_and_give_one_warning_per_content(
             put(path, bad[number])
             assert watcher.wait_until_seen(bad[number], DEADLINE_SECONDS)
             assert warnings.wait_for(f"typo{number}")
-            assert watcher.held is not None and watcher.held.version == 1
+            assert watcher.newest is not None and watcher.newest.version == 1
             assert watcher.refusal is not None and f"typo{number}" in watcher.refusal
         put(path, text_of(2))
         assert holds(watcher, 2)
@@ -399,7 +399,7 @@ def test_a_refused_file_that_is_taken_away_is_no_longer_refused(tmp_path: Path, 
     path = tmp_path / "config.json"
     put(path, b"nonsense")
     with watching(path, by, settle_seconds=0.02) as watcher:
-        assert watcher.refusal is not None and watcher.held is None
+        assert watcher.refusal is not None and watcher.newest is None
         assert warnings.wait_for("not JSON")
         path.unlink()
         watcher.refresh()
@@ -419,7 +419,7 @@ def test_a_file_over_one_mebibyte_is_refused_and_seen(tmp_path: Path, by: str) -
         put(path, data)
         assert watcher.wait_until_seen(data, DEADLINE_SECONDS)
         assert watcher.refusal is not None and "1048576" in watcher.refusal
-        assert watcher.held is not None and watcher.held.version == 1
+        assert watcher.newest is not None and watcher.newest.version == 1
 
 
 # ---- what is no file ----
@@ -467,7 +467,7 @@ def test_what_cannot_be_read_is_refused_with_one_warning_and_a_file_in_its_place
     with watching(path, "both", settle_seconds=0.02) as watcher:
         in_the_way(path, kind)
         assert warnings.wait_for("it cannot be read")
-        assert watcher.held is not None and watcher.held.version == 1
+        assert watcher.newest is not None and watcher.newest.version == 1
         assert watcher.refusal is not None
         for _ in range(20):
             watcher.refresh()
@@ -549,7 +549,7 @@ def test_two_watchers_of_two_files_are_independent(tmp_path: Path, by: str) -> N
         with watching(one, by) as first:
             put(one, text_of(1))
             assert holds(first, 1)
-            assert second.held is None
+            assert second.newest is None
             put(other, b"nonsense")
             assert second.wait_until_seen(b"nonsense", DEADLINE_SECONDS)
             assert first.refusal is None
@@ -558,8 +558,8 @@ def test_two_watchers_of_two_files_are_independent(tmp_path: Path, by: str) -> N
         with watching(one, by) as third:
             put(one, text_of(3))
             assert holds(third, 3)
-        assert first.held is not None and first.held.version == 1
-        assert second.held is not None and second.held.version == 2
+        assert first.newest is not None and first.newest.version == 1
+        assert second.newest is not None and second.newest.version == 2
 
 
 def test_many_watchers_of_one_file_all_see_it(tmp_path: Path) -> None:
@@ -625,7 +625,7 @@ def test_a_watcher_that_was_never_started_looks_when_asked(tmp_path: Path) -> No
     put(path, text_of(1))
     held = watcher.refresh()
     assert held is not None and held.version == 1
-    assert watcher.held is held
+    assert watcher.newest is held
 
 
 def test_waiting_ends_when_the_time_is_up(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigEdit
 from elastic_ext.errors import ConfigError
-from elastic_ext.master.configs import AuthoredVersion, ConfigBook, StaleVersion
+from elastic_ext.master.configs import Author, AuthoredVersion, ConfigBook, StaleVersion
 
 
-def write(book: ConfigBook, rate: float, **given: object) -> AuthoredVersion:
-    arguments: dict[str, object] = {"remove": (), "reason": "a try", "at_step": None, "now": 1.0, **given}
-    authored = book.propose({"optimizer.learning_rate": rate}, **arguments)  # type: ignore[arg-type]
+def write(
+    book: ConfigBook, rate: float, *, reason: str = "a try", author: Author = "person", made_from: int | None = None
+) -> AuthoredVersion:
+    edit = ConfigEdit({"optimizer.learning_rate": rate}, reason=reason)
+    authored = book.propose(edit, now=1.0, author=author, made_from=made_from)
     book.enter(authored)
     return authored
 
@@ -27,7 +30,7 @@ def test_versions_follow_each_other_and_keep_their_reasons() -> None:
 
 def test_what_is_made_is_not_in_the_book_before_it_is_entered() -> None:
     book = ConfigBook()
-    book.propose({"optimizer.learning_rate": 0.1}, remove=(), reason="", at_step=None, now=1.0)
+    book.propose(ConfigEdit({"optimizer.learning_rate": 0.1}), now=1.0)
     assert book.version == 0
 
 

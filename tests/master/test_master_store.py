@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,17 @@ def version_of(version: int, **given: int) -> AuthoredVersion:
     return AuthoredVersion(entry=HistoryEntry(time=1.0 * version, config=config, **given), author="person")
 
 
-def event_of(number: int, text: str = "something") -> EventRecord:
-    return EventRecord(
-        number=number, time=1.0, node_id="a", rank=-1, step=-1, kind="k", text=text, details="{}", restart=0
-    )
+def event_of(number: int, text: str = "something", **given: Any) -> EventRecord:
+    usual: dict[str, Any] = {
+        "time": 1.0,
+        "node_id": "a",
+        "rank": -1,
+        "step": -1,
+        "kind": "k",
+        "details": "{}",
+        "restart": 0,
+    }
+    return EventRecord(number=number, text=text, **usual | given)
 
 
 NODE = NodeRecord(

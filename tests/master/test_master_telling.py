@@ -75,6 +75,7 @@ def test_the_status_tells_how_far_the_job_is_and_what_holds_it_up(caller: Caller
     assert (status.progress.step, status.progress.steps_per_second) == (100, 10.0)
     assert status.progress.shares["data"] == pytest.approx(0.7)
     assert status.verdict.kind == "data" and "waiting for samples" in status.verdict.text
+    assert status.verdict.text.endswith(" (over steps 1 to 100, 10 s)")
     assert list(status.config.in_force) == [1, 2]
     (first,) = status.nodes[0].workers
     assert (first.rank, first.activity, first.steps_per_second) == (0, "training", 10.0)

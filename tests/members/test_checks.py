@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.fsdp.worlds import Worlds
-from elastic_ext.members.checks import Answer, MembersDecision, decide, differences, digest_of, why_not_members
+from elastic_ext.members.checks import (
+    Answer,
+    MembersDecision,
+    decide,
+    differences,
+    digest_of,
+    seconds_to_settle,
+    why_not_members,
+)
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 
 
@@ -55,8 +63,10 @@ def test_ranks_can_become_the_members_of_a_plan_just_where_there_are_worlds_of_b
         assert why_not_members(plan(*new), seats) is None
 
 
-def answer(why_not: str = "", why_later: str = "", *, version: int = 2, digest: str = "a") -> Answer:
-    return Answer(version=version, digest=digest, why_not=why_not, why_later=why_later)
+def answer(
+    why_not: str = "", why_later: str = "", *, version: int = 2, digest: str = "a", registered: str = ""
+) -> Answer:
+    return Answer(version=version, digest=digest, why_not=why_not, why_later=why_later, registered=registered)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +107,18 @@ def test_a_joiner_that_differs_is_told_in_what() -> None:
     assert differences({"torch": "2.13"}, ours).startswith('the model is null here and "Net" there; the parameter w')
     many = {str(number): number for number in range(9)}
     assert differences({}, many).endswith("; and 4 more")
+
+
+def test_ranks_that_keep_something_for_themselves_do_not_let_another_take_the_place_of_one() -> None:
+    apart = [answer(registered="a"), answer(registered="b")]
+    assert decide(apart, "ab").why.startswith("registered tensors, or buffers of a sharded model, differ")
+    assert decide([apart[0], apart[0]], "ab").kind == "apply"
+    saving = [apart[0], answer(why_later="a checkpoint is being written")]
+    assert decide(saving, "ab").kind == "later", "who waits has not looked at its tensors"
+
+
+@pytest.mark.parametrize(("waited", "seconds"), [(0.0, 2.0), (0.5, 1.5), (2.5, 0.0), (20.0, 0.0), (20.1, None)])
+def test_a_save_keeps_training_for_two_seconds_in_all_until_the_plan_has_waited_long(
+    waited: float, seconds: float | None
+) -> None:
+    assert seconds_to_settle(waited) == seconds

@@ -95,6 +95,7 @@ def test_after_any_changes_a_plan_can_be_trained_by_and_read_again(data: st.Data
         ([node("a", 0)], "node a has ranks from 0, 0 of them"),
         ([node("a", 2, 0, (0,))], "node a has 2 workers and 1 seats"),
         ([node("a", 2, 0, (0, 1)), node("b", 1, 2, (1,))], r"the seats are \[0, 1, 1\]"),
+        ([node("a", 10**12)], "node a has 1000000000000 workers; allowed: 4096 at most"),
     ],
 )
 def test_a_plan_that_nobody_can_train_by_is_refused(nodes: list[NodeShare], told: str) -> None:

@@ -317,8 +317,9 @@ def test_a_phase_of_a_newer_version_is_something_that_the_loop_does() -> None:
         ({"num_steps": 0}, "too few steps"),
         ({"config_version": 2}, "different versions of the config"),
         ({"config_revision": 2}, "different versions of the config"),
-        ({"restart": 1}, "different restarts or world sizes"),
-        ({"world_size": 3}, "different restarts or world sizes"),
+        ({"restart": 1}, "different restarts or members"),
+        ({"world_size": 3}, "different restarts or members"),
+        ({"members": 3}, "different restarts or members"),
         ({"rank": 0}, "a rank is given twice"),
         ({"seconds": {"forward": math.nan}}, "the profile of rank 1 holds a value that is no length of time"),
         ({"seconds": {"forward": -1.0}}, "no length of time"),
@@ -359,6 +360,14 @@ def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
         "process delivers 310 samples/s, training could take 525: give the loader workers, or make samples cheaper to "
         "load"
     )
+
+
+def test_a_verdict_says_of_which_steps_and_of_how_much_time_it_is() -> None:
+    views = _ranks([_step(data=41, forward=59)] * 2)  # 100 steps: 10 s
+    later = _with(views[1], step=views[1].window.step + 3, begin=views[1].window.begin + 5, end=views[1].window.end + 5)
+    found, last = verdict([views[0], later]), views[0].window.step
+    assert found.text_over_steps == f"{found.text} (over steps {last - 99} to {last + 3}, 15 s)"
+    assert verdict([]).text_over_steps == verdict([]).text
 
 
 def test_a_share_is_of_trainings_time_and_a_step_is_shortened_by_its_own_part() -> None:

@@ -24,12 +24,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader
+from elastic_ext.config.follower import Reports
 from elastic_ext.profile.phases import Phase, Timeline
 from elastic_ext.profile.probe import Probe
-from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
+from elastic_ext.profile.sampled_steps import Surveyor
 from elastic_ext.profile.windows import memory_held
+from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.run_dir import StartSettings
 from elastic_ext.training.prepare import _started_at
 from tests.profile.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of
 from tests.report.test_report import gathered
@@ -175,23 +178,22 @@ def test_where_no_file_can_be_opened_memory_is_not_known_and_nothing_stops() -> 
     assert (memory_held().memory_bytes or 0) > 1 << 20
 
 
-def test_a_machine_that_cannot_be_measured_is_left_so() -> None:
+def test_a_machine_that_cannot_be_measured_is_left_so(tmp_path: Path) -> None:
     timeline = Timeline(Phase.OTHER)
     probe = Probe(timeline.enter, nn.Identity(), [], is_on_accelerator=False)
-    seen: list[object] = []
     surveyor = Surveyor(
         timeline,
         probe,
         world=World(rank=0, names=(PeerName(rank=0, host="node", pid=1, seat=0),)),
         device=torch.device("meta"),  # which nobody waits for
-        listeners=StepMeasurementListeners(census=seen.append, trace=seen.append, calibration=seen.append),
+        reports=Reports(StartSettings.resolve({}, script="train.py", run_dir=tmp_path), Ranks.alone()),
         why_no_census=lambda: None,
         needs_trace=lambda: False,
     )
     surveyor.enter(0)
     surveyor.reach_boundary()
     surveyor.leave(has_ended=True)
-    assert seen == []
+    assert not any(tmp_path.iterdir())
 
 
 # --- and what it says is true -----------------------------------------------------------------------------------------

@@ -140,6 +140,12 @@ def test_ranks_of_an_earlier_membership_are_left_out() -> None:
     }
     found = present_windows(rows, seconds=60.0)
     assert {rank: [each.world_size for each in row] for rank, row in found.items()} == {0: [2], 1: [2]}
+    moved = {
+        0: [window(10.0, world_size=2), window(20.0, world_size=2, members=3)],
+        1: [window(10.0, world_size=2, rank=1), window(20.0, world_size=2, members=3, rank=1)],
+    }
+    found = present_windows(moved, seconds=60.0)
+    assert {rank: [each.end for each in row] for rank, row in found.items()} == {0: [20.0], 1: [20.0]}, "of equal sizes"
 
 
 def test_the_newest_config_counts_that_all_ranks_have_told_of() -> None:

@@ -6,6 +6,7 @@ import gc
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from elastic_ext.config.follower import Reports
 from elastic_ext.profile import step_costs
 from elastic_ext.profile.phases import Phase, Timeline, length, outside, united
 from elastic_ext.profile.probe import Probe
-from elastic_ext.profile.sampled_steps import StepMeasurementListeners, Surveyor
+from elastic_ext.profile.sampled_steps import Surveyor
 from elastic_ext.profile.step_costs import Trace, can_trace, trace_of
+from elastic_ext.ranks.group import Ranks
 from elastic_ext.ranks.world import PeerName, World
 from elastic_ext.records.metrics import StepTrace
+from elastic_ext.records.run_dir import StartSettings
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
 
@@ -111,15 +115,14 @@ def test_a_real_step_is_seen_and_no_word_is_said(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == ""
 
 
-def test_a_step_that_is_taken_again_is_traced_alone() -> None:
-    timeline = Timeline(Phase.OTHER)
-    found: list[StepTrace] = []
+def test_a_step_that_is_taken_again_is_traced_alone(tmp_path: Path) -> None:
+    timeline, written = Timeline(Phase.OTHER), tmp_path / "trace-0.json"
     surveyor = Surveyor(
         timeline,
         Probe(timeline.enter, nn.Identity(), [], is_on_accelerator=False),
         world=World(rank=0, names=(PeerName(rank=0, host="node", pid=1, seat=0),)),
         device=torch.device("cpu"),
-        listeners=StepMeasurementListeners(census=print, trace=found.append, calibration=print),
+        reports=Reports(StartSettings.resolve({}, script="train.py", run_dir=tmp_path), Ranks.alone()),
         why_no_census=lambda: "planted",
         needs_trace=lambda: True,
     )
@@ -130,11 +133,12 @@ def test_a_step_that_is_taken_again_is_traced_alone() -> None:
     torch.ones(8, 8) @ torch.ones(8, 8)
     surveyor.leave(has_ended=False)
     surveyor.enter(0)
+    assert not written.exists()
     torch.ones(8).add_(1)
     surveyor.reach_boundary()
     surveyor.leave(has_ended=True)
     surveyor.close()
-    (trace,) = found
+    trace = StepTrace.from_json(written.read_text())
     assert "aten::add_" in trace.top and "aten::mm" not in trace.top
 
 

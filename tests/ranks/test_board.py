@@ -69,10 +69,10 @@ def test_a_value_lies_under_one_key_as_json(store: Any) -> None:
 
 def test_each_peer_has_a_value_of_its_own_under_a_name(store: Any) -> None:
     first, second, third = boards_of(store, 3)
-    assert first.told("word") == {}
+    assert first.values_of("word") == {}
     third.tell("word", "c")
     first.tell("word", "a")
-    assert second.told("word") == {0: "a", 2: "c"}
+    assert second.values_of("word") == {0: "a", 2: "c"}
     assert second.of_peers("word") == ["word/0", "word/1", "word/2"] and second.of_peers("word", [2]) == ["word/2"]
     assert not second.has(*second.of_peers("word")) and second.has(*second.of_peers("word", [2, 0]))
 
@@ -112,10 +112,10 @@ def test_a_peer_that_clears_up_deletes_its_own_values_alone(store: Any) -> None:
     first.below("part").post("word", "kept")
     second.tell("word", "b")
     first.clear()
-    assert second.told("word") == {1: "b"} and not second.has("all") and second.has("part/word")
+    assert second.values_of("word") == {1: "b"} and not second.has("all") and second.has("part/word")
     first.clear()
     first.tell("word", "again")
-    assert second.told("word") == {0: "again", 1: "b"}
+    assert second.values_of("word") == {0: "again", 1: "b"}
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ CALLS: dict[str, Callable[[Board], object]] = {
     "wait": lambda board: board.wait(["a"], seconds=SECONDS),
     "decide": lambda board: board.decide("a", 1),
     "count": lambda board: board.count("b"),
-    "told": lambda board: board.told("a"),
+    "values_of": lambda board: board.values_of("a"),
 }
 
 

@@ -69,6 +69,15 @@ def test_a_rank_that_gets_another_number_says_so_in_the_same_file(tmp_path: Path
     assert dataclasses.replace(found, rank=3, num_alike=3) == before
 
 
+def test_a_rank_that_has_joined_others_is_as_far_as_they_are(tmp_path: Path, pulse: FileHeartbeat) -> None:
+    pulse.join(70, 40)
+    found = said(tmp_path)
+    assert (found.step, found.num_boundaries, found.activity) == (70, 40, Activity.BETWEEN)
+    pulse.enter(0)
+    pulse.leave(70, 40, 1)
+    assert said(tmp_path).num_alike == 0, "that was a micro-step, and no step has ended"
+
+
 def test_a_new_pulse_says_who_writes_it_and_that_it_starts(tmp_path: Path, pulse: FileHeartbeat) -> None:
     found = said(tmp_path)
     assert (found.pid, found.rank, found.restart) == (os.getpid(), 3, 2)

@@ -120,6 +120,13 @@ def test_what_is_no_object_is_refused(text: str) -> None:
         object_of(text)
 
 
+def test_a_key_that_appears_twice_is_refused_where_each_may_appear_once() -> None:
+    text = '{"a": {"b": 1, "b": 2}}'
+    assert object_of(text) == {"a": {"b": 2}} and object_of('{"a": 1, "b": 1}', once_each=True) == {"a": 1, "b": 1}
+    with pytest.raises(ValueError, match='the key "b" appears twice'):
+        object_of(text, once_each=True)
+
+
 def test_rows_are_read_as_records_and_the_row_that_is_amiss_is_named() -> None:
     assert records_of(Inner, [{"size": 1}, {"size": 2, "added": 0}]) == (Inner(size=1), Inner(size=2))
     assert records_of(Inner, []) == ()

@@ -247,6 +247,10 @@ def test_each_config_has_a_verdict_on_all_ranks(tmp_path: Path) -> None:
     remarks = gathered(tmp_path).remarks
     assert [each.kind for each in remarks] == ["data", "busy"]
     assert "data-bound: 60% of training's time goes to waiting for samples on all ranks" in remarks[0].text
+    assert [each.text.rpartition(" (")[2] for each in remarks] == [
+        "over steps 1 to 100, 10 s)",
+        "over steps 101 to 200, 4 s)",
+    ]
     assert remarks[0].begin == pytest.approx(START + 5.0) and remarks[0].end == pytest.approx(START + 15.0)
     assert "data-bound" in check_page(shown(gathered(tmp_path))).words
 

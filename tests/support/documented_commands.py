@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BINARIES = Path(sys.executable).parent
 COMMAND_SECONDS = 180.0
 START_SECONDS = 120.0
+STEP_SECONDS = 0.05
 ENDED_BY_US = (0, 130, 143, -signal.SIGINT, -signal.SIGTERM)
 """Exit statuses of what a scene starts and then ends."""
 
@@ -175,11 +176,12 @@ class Terminal:
 
 @contextmanager
 def terminal(folder: Path) -> Iterator[Terminal]:
-    """A terminal of a new user, whose train.py is README's loop, which goes on and saves checkpoints."""
+    """A terminal of a new user, whose train.py is README's loop; it goes on, without haste, and saves checkpoints."""
     home = Path(tempfile.mkdtemp(dir=folder))
     script = readmes_loop().replace("range(trainer.start_epoch, 10)", "range(trainer.start_epoch, 1_000_000)")
     script = script.replace("global_batch_size=64)", f'global_batch_size=64, shared_storage_path="{home}/checkpoints")')
-    assert "1_000_000" in script and "checkpoints" in script, "README's loop has changed"
+    script = script.replace("in loader:\n", f"in loader:\n{' ' * 16}__import__('time').sleep({STEP_SECONDS})\n")
+    assert all(each in script for each in ("1_000_000", "checkpoints", "sleep")), "README's loop has changed"
     (home / "train.py").write_text(script)
     opened = Terminal(home=home)
     try:

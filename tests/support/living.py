@@ -26,15 +26,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.members.plan import MembershipPlan, NodeShare
+from elastic_ext.members.regroup import Generation
 from elastic_ext.members.store import prefix_of
 from elastic_ext.ranks.board import Board
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
+from elastic_ext.records.run_dir import GivenSeat
 from elastic_ext.training.steps.state import StepPhase
 from tests.support.resharding import Net, all_of_it, by_blocks
 from tests.support.training import bits_of, trainer_of
@@ -72,12 +75,12 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 class Plain(Net):
-    """A net whose buffers are the same on all ranks, whatever each of them sees, and that draws nothing."""
+    """A net whose buffers are the same on all ranks, whatever each of them sees."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, draws: bool) -> None:
         super().__init__(num_blocks=num_blocks)
         self.batch_norm = nn.Identity()  # type: ignore[assignment]
-        for block in self.blocks:
+        for block in self.blocks if not draws else ():
             block.dropout = nn.Identity()
 
 
@@ -129,6 +132,20 @@ class Job:
     """By seat, in which of its functions a worker's script raises."""
     keeps_mean: bool = False
     """Whether the loop keeps a mean of the parameters, which it registers, and changes after each step."""
+    compiles: bool = False
+    """Whether the model's blocks are compiled."""
+    keeps_own: bool = False
+    """Whether each rank registers a large tensor of its own."""
+    rewinds: bool = False
+    """Whether the loop goes back to step 4 once a plan is agreed on, before it is applied."""
+    adds_late: tuple[int, ...] = ()
+    """Seats of workers whose scripts call ``on_members`` again once ``prepare`` is over."""
+    signals: Mapping[int, signal.Signals] = field(default_factory=dict)
+    """By seat, the signal by which a worker that joins ends, or stops, once it has formed groups with the others."""
+    evaluates: Literal["", "kept", "told", "anew"] = ""
+    """How long a sampler of an evaluation lives: all through, until ``on_members`` makes another, or one evaluation."""
+    num_evaluated: int = 24
+    """Samples of an evaluation."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -156,6 +173,17 @@ class Lived:
     """Descriptors, sockets and threads of the process after each change."""
     num_undone: int = 0
     """Batches of steps that were taken back as they were entered."""
+    num_ended: int = 0
+    """How many steps had ended by the count that ranks, and agents, compare."""
+    newest: list[int | None] = field(default_factory=list)
+    """The step of the newest checkpoint, as this rank knows it after each change."""
+    num_graphs: list[int] = field(default_factory=list)
+    """How many graphs had been compiled as each change came, and in the end."""
+    analyzes: bool = False
+    """Whether this rank measures memory in the end."""
+    evaluated: list[tuple[int, int, int]] = field(default_factory=list)
+    """By step, how many samples this rank has evaluated, and all ranks together."""
+    best: float = 0.0
 
 
 def plan_of(seats: Sequence[int]) -> MembershipPlan:
@@ -333,7 +361,7 @@ def place_in(job: Job, seat: int) -> Iterator[None]:
             os.environ.pop(each, None)
             if value is not None:
                 os.environ[each] = value
-        if dist.is_initialized():
+        if dist.is_initialized() or not job.is_bare:  # as scripts do, who leaves too
             dist.destroy_process_group()
 
 
@@ -354,9 +382,16 @@ class Training:
         self.num_undone = 0
         self.changes: list[tuple[int, int, int, int]] = []
         self.held: list[dict[str, int]] = []
+        self.newest: list[int | None] = []
+        self.num_graphs: list[int] = []
+        self.evaluated: list[tuple[int, int, int]] = []
+        self.best = torch.zeros(())
+        self.evaluation: Any = self._evaluation() if job.evaluates in ("kept", "told") else None
         self.last_step = job.last_step
         torch.manual_seed(0)
-        self.model: nn.Module = Net(num_blocks=2) if job.draws else Plain(job.num_blocks.get(seat, 2))
+        self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=job.draws)
+        for block in self.model.blocks if job.compiles else ():
+            block.compile(backend="aot_eager")
         self.loader = ElasticDataLoader(
             Numbered(job.num_samples),
             batch_size=2 if job.accumulates else 4,
@@ -384,6 +419,12 @@ class Training:
         if job.keeps_mean:
             self.mean = {name: part.detach().clone() for name, part in self.model.named_parameters()}
             self.trainer.register_state("mean", self.mean)
+        self.own = torch.full((40_000,), float(seat) if job.keeps_own else 0.0)
+        if job.keeps_own:
+            self.trainer.register_state("own", {"own": self.own})
+        if seat in job.signals:
+            _end_once_formed(job.signals[seat])
+        self.trainer.register_state("best", self.best)
         self.inner = inner
         trained = [part for part in self.model.parameters() if part.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -391,6 +432,8 @@ class Training:
         self.ids = [id(part) for part in self.model.parameters()]
         self.trainer._training.members.answer_seconds = job.answer_seconds
         self.trainer._training.members.form_seconds = job.form_seconds
+        if seat in job.adds_late:
+            self.trainer.on_members(print)
 
     def _apply(self, old: Any, new: Any) -> None:
         if self.job.raises.get(self.seat) == "on_change":
@@ -401,6 +444,16 @@ class Training:
             raise LookupError("planted in on_members")
         self.changes.append((change.version, change.step, change.rank, change.world_size))
         self.held.append(held())
+        self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert self.trainer._training.ranks.world.members == change.version
+        checkpoints = self.trainer._training.checkpoints
+        newest = None if checkpoints is None else checkpoints.job.run.newest
+        self.newest.append(None if newest is None else newest.global_step)
+        seat = GivenSeat.in_environment(os.environ)
+        assert seat is not None and (seat.rank, seat.world_size) == (change.rank, change.world_size)
+        assert seat.of(change.rank, change.world_size) == self.seat, "another trainer of this process has the same one"
+        if self.job.evaluates == "told":
+            self.evaluation = self._evaluation()
         if change.version == self.job.last_version:
             self.last_step = change.step + 3
 
@@ -443,6 +496,21 @@ class Training:
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
                 self.trainer.save_checkpoint()
             self._hold(self.trainer.global_step)
+            if self.job.evaluates:
+                self._evaluate()
+
+    def _evaluation(self) -> Any:
+        """A loader with a sampler for the ranks that there are."""
+        dataset = Numbered(self.job.num_evaluated)
+        return DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, shuffle=False))
+
+    def _evaluate(self) -> None:
+        loader = self._evaluation() if self.job.evaluates == "anew" else self.evaluation
+        mine = sum(len(numbers) for _, numbers in loader)
+        count = torch.tensor(mine)
+        dist.all_reduce(count)
+        self.evaluated.append((self.trainer.global_step, mine, int(count)))
+        self.best.fill_(max(float(self.best), 100.0 - self.trainer.global_step))  # the first one was the best
 
     def _take_ahead(self) -> None:
         """Take each batch within the step of the one before."""
@@ -479,8 +547,10 @@ class Training:
             time.sleep(0.005)
         if name is not None and self.job.looks:
             self.trainer._training.members._watcher.refresh()
+        if self.job.rewinds and self.trainer._training.members._pending is not None:
+            self.trainer.rewind(4)
         version = self.job.holds.get(step)
-        if version is not None:
+        if version is not None and version > self.trainer._training.members.version:
             (self.job.folder / _held(version, self.seat)).touch()
             watcher = self.trainer._training.members._watcher
             assert watcher.wait_for_version(version, SECONDS), f"seat {self.seat} waits for plan {version}"
@@ -496,6 +566,7 @@ class Training:
             "rates": rates,
             "schedule": self.schedule.state_dict(),
             "position": self.loader.state_dict(),
+            "own": self.own,
             "mean": {
                 name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in self.mean.items()
             },
@@ -512,7 +583,24 @@ class Training:
             exit_status=status,
             held=self.held,
             num_undone=self.num_undone,
+            num_ended=self.trainer._training.counts.num_boundaries,
+            newest=self.newest,
+            num_graphs=[*self.num_graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]],
+            analyzes=self.trainer._training.analyzer is not None,
+            evaluated=self.evaluated,
+            best=float(self.best),
         )
+
+
+def _end_once_formed(number: signal.Signals) -> None:
+    """Have this process get a signal once it has formed groups with the ranks that it joins; it trains no more."""
+    form = Generation.form
+
+    def form_and_end(self: Generation) -> None:
+        form(self)
+        os.kill(os.getpid(), number)
+
+    Generation.form = form_and_end  # type: ignore[method-assign]
 
 
 def held() -> dict[str, int]:

@@ -43,7 +43,6 @@ from tests.support.ranks_worker import (
     Ready,
     Returned,
     Task,
-    nursery_main,
 )
 
 __all__ = ["Outcome", "RankError", "RankPool", "RanksFailed"]
@@ -283,16 +282,13 @@ class _Nursery:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_NURSERY_START_SECONDS)
-        program = (
-            f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            f"from {nursery_main.__module__} import nursery_main; nursery_main(int(sys.argv[2]), sys.argv[3])"
-        )
+        program = Path(__file__).with_name("nursery.py")
         # One thread each: forking is safe only without threads, and many ranks share few cores. The time-out is that of
         # DNS: a TCPStore's client asks for the name of ::ffff:127.0.0.1, and would wait 5 s for an answer that is lost.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         with theirs, open(folder / "nursery.output", "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, json.dumps(sys.path), str(theirs.fileno()), str(folder)],
+                [sys.executable, str(program), json.dumps(sys.path), str(theirs.fileno()), str(folder)],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **threads, "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1"},
                 stdin=subprocess.DEVNULL,

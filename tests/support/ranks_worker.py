@@ -14,13 +14,14 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
+import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import random
-import runpy
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ import traceback
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,9 +76,18 @@ _NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and
     "pytest",
     "hypothesis",
     "elastic_ext.agent.launcher",  # by agents, which are scripts here
-    "elastic_ext.data.loader",
-    "elastic_ext.fsdp",
     "elastic_ext.training.trainer",
+)
+_NURSERY_PACKAGES = (  # most of whose modules a trainer imports where it needs them, for a fifth of a second
+    "elastic_ext.config",
+    "elastic_ext.data",
+    "elastic_ext.fsdp",
+    "elastic_ext.members",
+    "elastic_ext.profile",
+    "elastic_ext.ranks",
+    "elastic_ext.records",
+    "elastic_ext.torch_private",
+    "elastic_ext.training",
 )
 
 
@@ -126,7 +137,12 @@ def nursery_main(descriptor: int, folder: str) -> None:
     """Forks and reaps workers until the tests close the socket; the nursery's program calls it."""
     for name in _NURSERY_IMPORTS:
         importlib.import_module(name)
+    for name in _NURSERY_PACKAGES:
+        package = importlib.import_module(name)
+        for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(found.name)
     torch.set_num_threads(1)
+    inspect.stack()  # finds out, once for all, which file is which module's
     gc.collect()
     gc.freeze()  # collections in the workers become cheap, and the memory of torch stays shared
     children: set[int] = set()
@@ -183,14 +199,23 @@ def _script_main(descriptors: Sequence[int], argv: list[str], folder: str, envir
 
 
 def _run_script(argv: list[str]) -> None:
-    if argv[0] == "-m":
-        sys.argv[:] = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv[:] = argv
+    """Run it in a new main module, by nothing whose source is in no file: torch's rendezvous looks up the source of all
+    that it is called by for each record, and would search all modules for it, for a tenth of a second."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = argv[0]
-    exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), vars(main))
+    if argv[0] != "-m":
+        sys.argv[:] = argv
+        main.__file__ = argv[0]
+        exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), vars(main))
+        return
+    spec = importlib.util.find_spec(argv[1])
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{argv[1]}.__main__")
+    assert spec is not None and spec.origin is not None and isinstance(spec.loader, SourceFileLoader)
+    sys.argv[:] = [spec.origin, *argv[2:]]
+    main.__file__, main.__spec__, main.__loader__, main.__package__ = spec.origin, spec, spec.loader, spec.parent
+    code = spec.loader.get_code(spec.name)
+    assert code is not None
+    exec(code, vars(main))
 
 
 def _end(status: int) -> NoReturn:

@@ -552,3 +552,25 @@ def test_what_is_taken_at_once_is_known_of_a_source_alone() -> None:
     assert batches.largest_under(config_of(global_batch_size=12, dataloader__batch_size=6)) == 6
     fixed = begun([[1, 2], [3, 4]])
     assert (fixed.largest, fixed.share, fixed.largest_under(config_of())) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("left", "now", "then", "loses"),
+    [
+        pytest.param(2, 2, 4, True, id="a step of two samples, for four ranks"),
+        pytest.param(2, 2, 3, True),
+        pytest.param(3, 2, 3, False),
+        pytest.param(12, 2, 4, False),
+        pytest.param(2, 4, 2, False, id="fewer ranks take what these could not"),
+        pytest.param(2, 4, 8, False, id="nobody could take them anyway"),
+        pytest.param(0, 2, 4, False, id="the epoch is over"),
+        pytest.param(None, 2, 4, False, id="it never ends"),
+    ],
+)
+def test_it_is_known_where_more_ranks_would_leave_out_what_these_can_take(
+    left: int | None, now: int, then: int, loses: bool
+) -> None:
+    source = Source(2, remaining=12)
+    batches = begun(source, num_ranks=now, global_batch_size=8)
+    source.remaining = left
+    assert batches.loses_rest(config_of(global_batch_size=8, dataloader__batch_size=2), then) is loses

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticError, StepError
 from elastic_ext.ranks.heartbeat import Activity, heartbeat_file, read_heartbeat
 from elastic_ext.ranks.processes import is_alive, process_of
-from elastic_ext.training.endless import name_epoch
+from elastic_ext.training.epochs import name_epoch
 from tests.support.beating import until
 from tests.support.epochs import BATCH, BY_EPOCHS, LOADERS, STEPS, saved_in
 from tests.support.faults import PlantedFault

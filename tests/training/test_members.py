@@ -4,6 +4,7 @@ the same worlds at the same steps give, bit for bit, and the samples of each ste
 from __future__ import annotations
 
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.members.plan import MembershipPlan
-from elastic_ext.members.store import here
+from elastic_ext.members.store import here, prefix_of
+from elastic_ext.ranks.board import Board
+from elastic_ext.ranks.world import PeerName, World
+from elastic_ext.training.checks import SamplersOfBefore
 from tests.support.living import (
     Agents,
     Job,
@@ -115,6 +121,7 @@ def test_two_ranks_become_three_and_two_again_as_by_checkpoints_and_restarts(
     assert one.changes == zero.changes[:1] or one.changes == [(2, steps[2], 1, 3)]
     assert one.exit_status == 143 and one.rows[-1][0] == steps[3] - 1
     assert zero.state == two.state
+    assert zero.num_ended == two.num_ended == 18, "by which agents see who is behind"
     assert zero.ids_stay and one.ids_stay
     again = restarted(ranks, job, [(steps[2], 2), (steps[3], 3), (18, 2)])
     assert zero.state == again[0].state
@@ -231,6 +238,70 @@ def test_members_change_between_two_epochs_where_the_plan_is_agreed_on_in_the_la
     check_samples(ranks, job, [zero, one, two])
 
 
+def test_what_each_rank_has_registered_for_itself_is_that_of_the_first_as_after_a_restart(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=8, joins={2: 2}, holds={3: 2}, keeps_own=True)
+    zero, one, two = lived(ranks, job, [first, joined], 3)
+    again = restarted(ranks, job, [(steps_of(zero)[2], 2), (8, 3)])
+    assert zero.state == one.state == two.state == again[0].state
+
+
+def test_where_it_would_be_that_of_the_rank_whose_place_is_taken_the_plan_is_refused(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    moved = plan_after(first, port, joined=[2], left=[0])
+    back = plan_after(moved, port, left=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, moved)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([2], back)
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=8, joins={2: 2}, holds={3: 2}, keeps_own=True)
+    zero, one, _ = outcomes(ranks, job, [first, moved, back], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes
+    record = record_of(job, 1)
+    assert record is not None and record.why_refused.startswith("registered tensors, or buffers of a sharded model")
+
+
+def test_training_goes_back_while_a_plan_waits_for_the_step_to_begin(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=9,
+        joins={2: 2},
+        holds={3: 2},
+        saves=True,
+        draws=True,
+        rewinds=True,
+        options={"checkpoint_interval": CheckpointInterval(steps=2)},
+    )
+    zero, one, two = lived(ranks, job, [first, joined], 3)
+    assert zero.changes == [(2, 4, 0, 3)] and zero.rows[-1][0] == 8
+    again = restarted(ranks, replace(job, rewinds=False, options={}), [(4, 2), (9, 3)])
+    assert zero.state == one.state == two.state == again[0].state
+
+
+def test_samples_at_the_end_of_an_epoch_too_few_for_more_ranks_are_taken_first(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2, 3])
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=8, joins={2: 2, 3: 2}, holds={2: 2}, num_samples=50)
+    found = lived(ranks, job, [first, joined], 4)
+    assert [each.changes[0][:2] for each in found] == [(2, 5)] * 4, "after the fifth step, of two samples"
+    check_samples(ranks, job, found)
+
+
 def test_checkpoints_go_on_through_changes_and_the_folder_goes_to_the_next_first_rank(
     ranks: RankPool, tmp_path: Path, port: int
 ) -> None:
@@ -250,6 +321,8 @@ def test_checkpoints_go_on_through_changes_and_the_folder_goes_to_the_next_first
     )
     zero, one, two = lived(ranks, job, [first, joined, left], 3)
     assert one.state == two.state and zero.exit_status == 143
+    assert one.newest[-1] == (steps_of(one)[3] - 1) // 2 * 2, "what the first rank of before had committed"
+    assert one.analyzes and not two.analyzes
     saved = {path.parent.name: path for path in tmp_path.glob("saved/fsdp_checkpoint/*/step_*/COMMIT")}
     assert {f"step_{step}" for step in range(2, 17, 2)} <= saved.keys()
     commits = [Commit.from_json(path.read_bytes(), where=name) for name, path in saved.items()]
@@ -262,7 +335,16 @@ def test_checkpoints_go_on_through_changes_and_the_folder_goes_to_the_next_first
     assert resumed.rows[0][0] == 16
 
 
-def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp_path: Path, port: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "changed_at", "saved"),
+    [
+        pytest.param(3, 6, "step_5", id="with the plan, which waits for the save"),
+        pytest.param(4, 5, "step_6", id="as ranks meet for the plan: who joins saves with the others"),
+    ],
+)
+def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(
+    ranks: RankPool, tmp_path: Path, port: int, at: int, changed_at: int, saved: str
+) -> None:
     first = plan_of([0, 1])
     joined = plan_after(first, port, joined=[2])
     config = {"version": 5, "global_batch_size": 24, "checkpoint": {"now": True}, "optimizer": {"weight_decay": 0.5}}
@@ -273,16 +355,16 @@ def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp
         last_step=12,
         joins={2: 2},
         holds={3: 2},
-        configs={3: config},
+        configs={at: config},
         saves=True,
         num_samples=192,
     )
     zero, one, two = lived(ranks, job, [first, joined], 3)
-    assert zero.changes == [(2, 6, 0, 3)], "a step later than the config and the save, for which it waits"
+    assert zero.changes == [(2, changed_at, 0, 3)]
     assert zero.state == one.state == two.state
     taken = samples_by_step([zero, one, two])
     assert [len(taken[step]) for step in (4, 5, 6, 11)] == [12, 24, 24, 24]
-    assert [path.parent.name for path in tmp_path.glob("saved/fsdp_checkpoint/*/*/COMMIT")] == ["step_5"]
+    assert [path.parent.name for path in tmp_path.glob("saved/fsdp_checkpoint/*/*/COMMIT")] == [saved]
 
 
 @pytest.mark.parametrize(
@@ -292,10 +374,12 @@ def test_a_config_and_a_save_come_at_the_boundary_of_a_plan(ranks: RankPool, tmp
         {"way": "batches", "num_samples": 48},
         {"num_workers": 1},
         {"keeps_mean": True, "strategy": "full_shard"},
+        {"compiles": True},
+        pytest.param({"compiles": True, "strategy": "full_shard"}, marks=pytest.mark.slow),
         {"wraps": "ddp"},
         {"wraps": "fully_shard"},
     ],
-    ids=["run", "batches", "workers", "mean", "own ddp", "own fully_shard"],
+    ids=["run", "batches", "workers", "mean", "compiled", "compiled and sharded", "own ddp", "own fully_shard"],
 )
 def test_so_it_is_however_the_loop_takes_batches_and_whatever_the_script_does(
     ranks: RankPool, tmp_path: Path, port: int, options: dict[str, Any]
@@ -312,6 +396,64 @@ def test_so_it_is_however_the_loop_takes_batches_and_whatever_the_script_does(
     again = restarted(ranks, job, [(steps[2], 2), (steps[3], 3), (12, 2)])
     assert zero.state == again[0].state
     check_samples(ranks, job, [zero, one, two])
+    if job.compiles:
+        assert zero.num_graphs[0] < zero.num_graphs[1] == zero.num_graphs[2], "once, for sizes that may change"
+        told = events_of(job, 0, "members-changed")[0].text
+        assert "; compiled modules are compiled anew where their micro-batches have a size that is new" in told
+
+
+@pytest.mark.parametrize(("evaluates", "num_samples"), [("kept", 24), ("told", 36), ("anew", 48)])
+def test_a_sampler_that_was_made_for_other_ranks_is_told_of_once(
+    ranks: RankPool, tmp_path: Path, port: int, evaluates: Any, num_samples: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[1])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=12,
+        joins={2: 2},
+        holds={2: 2, 6: 3},
+        evaluates=evaluates,
+        num_evaluated=num_samples,
+        strategy="full_shard" if evaluates == "anew" else "no_shard",
+    )
+    zero, _, two = lived(ranks, job, [first, joined, left], 3)
+    steps = steps_of(zero)
+    named = f"a DistributedSampler over a Numbered of {num_samples} samples "  # processes have those of earlier tests
+    warned = {
+        seat: [event.text for event in events_of(job, seat, "remark") if named in event.text] for seat in range(3)
+    }
+    assert zero.best == two.best == 99.0, "who joins has what the others have registered"
+    counts = {step: num for step, _, num in zero.evaluated}
+    if evaluates != "kept":
+        assert not any(warned.values()) and {*counts.values()} == {num_samples}
+        assert {own for step, own, _ in zero.evaluated if step > steps[3]} == {num_samples // 2}
+        return
+    assert counts[steps[2] + 1] == 12 + 12 + 24, "two have kept their halves, and the third has evaluated all"
+    (of_zero,), (of_two,) = warned[0], warned[2]
+    assert of_zero.startswith(
+        f"{named}was made for rank 0 of 2, and this is rank 0 of 3 since membership 2 at step {steps[2]}: "
+    )
+    assert f"{named}was made for rank 0 of 1, and this is rank 2 of 3 since" in of_two
+    assert "make the sampler and its DataLoader in each evaluation, or anew in a function" in of_two
+
+
+def test_the_trainers_own_sampler_and_those_of_another_number_of_ranks_are_not_told_of() -> None:
+    names = [PeerName(rank=rank, host="h", pid=rank, seat=rank) for rank in range(7)]
+    before, now = World(rank=6, names=tuple(names)), World(rank=5, names=tuple(names[:6]))
+    samples: Any = [0] * 71
+    made = {place: DistributedSampler[int](samples, *place) for place in ((7, 6), (7, 5), (6, 5), (1, 0))}
+    own = DistributedSampler[int](samples, 7, 6)
+    samplers = SamplersOfBefore()
+    assert samplers.look(now, now, own=own, since="") == []
+    (text,) = samplers.look(before, now, own=own, since="since then")
+    assert text.startswith(
+        "a DistributedSampler over a list of 71 samples was made for rank 6 of 7, and this is rank 5 "
+    )
+    assert samplers.look(before, now, own=own, since="since then") == [] and len(made) == 4
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
@@ -378,8 +520,9 @@ def test_a_joiner_that_dies_before_it_is_called_is_refused_and_training_goes_on(
     check_samples(ranks, job, [zero.value, one.value])
 
 
+@pytest.mark.parametrize("accumulates", [False, True], ids=["", "several micro-batches"])
 def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_anew_and_the_batch_comes_again(
-    ranks: RankPool, tmp_path: Path, port: int
+    ranks: RankPool, tmp_path: Path, port: int, accumulates: bool
 ) -> None:
     first = plan_of([0, 1])
     joined = plan_after(first, port, joined=[2])
@@ -401,6 +544,8 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
         waits_for={5: "is dead"},
         form_seconds=2.0,
         strategy="full_shard",
+        saves=True,
+        accumulates=accumulates,
     )
     zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
     assert two.exit_signal == 9
@@ -414,6 +559,71 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
         same, _ = ranks.run(2, live, never, process_group=False)
     assert same is not None and zero.value.state == same.state, "as if nothing had been"
     assert (zero.value.num_undone, one.value.num_undone) == (1, 1)
+    check_samples(ranks, job, [zero.value, one.value])
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_so_it_is_where_a_joiner_dies_or_stops_once_groups_are_formed(
+    ranks: RankPool, tmp_path: Path, port: int, number: signal.Signals, strategy: Any
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        for seat in (0, 1):
+            agents.wait_for(seat, lambda record: record.refused == 2)
+        agents.kill(2)
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=9,
+        joins={2: 2},
+        holds={3: 2},
+        signals={2: number},
+        form_seconds=2.0,
+        strategy=strategy,
+    )
+    zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
+    assert two.exit_signal == 9
+    assert zero.ok and one.ok, RanksFailed([zero, one], 90.0)
+    assert zero.value.state == one.value.state and not zero.value.changes
+    check_samples(ranks, job, [zero.value, one.value])
+
+
+def test_a_store_that_is_lost_before_groups_are_formed_has_those_of_before_formed_anew(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    held: list[Any] = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+    joined = plan_after(first, held[0].port, joined=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        boards = [Board(held[0], prefix_of(joined.generation, joined.version))]
+        agents.wait_until(lambda: boards[0].has(here(2)))
+        held.clear()
+        boards.clear()
+        agents.touch("is lost")
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=9,
+        joins={2: 2},
+        holds={3: 2},
+        waits_for={5: "is lost"},
+        form_seconds=2.0,
+    )
+    zero, one, two = outcomes(ranks, job, [first, joined], 3, script)
+    assert two.error is not None and two.error.type_name == "BoardGone"
+    assert zero.ok and one.ok, RanksFailed([zero, one], 90.0)
+    record = record_of(job, 0)
+    assert record is not None and (record.version, record.refused) == (1, 2)
     check_samples(ranks, job, [zero.value, one.value])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,38 +15,22 @@ from tests.support.ranks import RankPool
 from tests.support.resharding import FULL, KEPT, WHOLE, agreeing, make, take_step
 
 
-class Told:
-    """A training with nothing registered, which notes what it is told."""
-
-    has_begun = False
-
-    def __init__(self, told: list[Any]) -> None:
-        self._told = told
-
-    def registered(self) -> list[Any]:
-        return []
-
-    def let_go_of_parameters(self) -> list[object]:
-        return []
-
-    def agree_on_reshard(self, error: BaseException | None) -> None:
-        agreeing(error)
-
-    def wait_for_staging(self) -> None:
-        self._told.append("fence")
-
-    def take_up_model(self) -> None:
-        self._told.append("taken up")
-
-    def give_up(self, why: str) -> None:
-        self._told.append(why)
-
-    def tell_resharded(self, report: ReshardReport) -> None:
-        self._told.append(report)
-
-
 def _parallelism(spread: Any, optimizer: Any, told: list[Any]) -> Parallelism:
-    return Parallelism(spread, [optimizer], Told(told))
+    """That of a training before its first step, with nothing registered, whose parts note what they are told."""
+    training: Any = SimpleNamespace(
+        spread=spread,
+        optimizers=[optimizer],
+        registered_tensors=list,
+        let_go_of_parameters=list,
+        ranks=SimpleNamespace(all_or_raise=lambda error, doing: agreeing(error)),
+        steps=SimpleNamespace(has_not_begun=True, give_up=told.append),
+        session=SimpleNamespace(
+            wait_for_staging=lambda: told.append("fence"),
+            take_up_model=lambda: told.append("taken up"),
+            tell_resharded=told.append,
+        ),
+    )
+    return Parallelism(training)
 
 
 def _config(plan: ParallelPlan) -> ElasticConfig:

@@ -16,7 +16,7 @@ from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
 from elastic_ext.cli.jobs import config_file_in
 from elastic_ext.training.counters import Counts
 from elastic_ext.training.options import FollowOptions
-from elastic_ext.training.session import Speed
+from elastic_ext.training.reports import Speed
 
 DATA = TensorDataset(torch.arange(24.0).reshape(24, 1))
 

@@ -22,10 +22,10 @@ from torch.utils.data import (
 )
 
 from elastic_ext.training.batches import Batches
+from elastic_ext.training.checks import EpochsOfSampler, num_unshared
 from elastic_ext.training.counters import Counts
 from elastic_ext.training.optimizers.prepared import check_optimizers, remarks_on_optimizers
 from elastic_ext.training.remarks import EpochLength, Remarks, remark_on_length
-from elastic_ext.training.session import EpochsOfSampler, num_unshared
 from tests.support.ranks import RankPool
 from tests.support.training import ResumableSlices, Slices, bits_of, make_data, make_model, shared, trainer_of
 

@@ -60,6 +60,7 @@ def test_whoever_was_slow_long_ago_is_not_named() -> None:
     ("changes", "words"),
     [
         ({"world_size": 3}, "3 ranks train instead of 4"),
+        ({"members": 3}, "others of the job's workers train together"),
         ({"restart": 1}, "started again"),
         ({"num_local": 2}, "the job has 2 ranks with cpu per machine, before 4 with cpu"),
         ({"global_batch": 512}, "a step has 512 samples instead of 256"),

@@ -15,6 +15,7 @@ from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from elastic_ext.tuner.controller import Controller
 from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.explain import rate_in_words
 from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import Point, point_of
 from tests.support.job_facts import made_facts
@@ -502,7 +503,11 @@ def test_a_bad_try_is_told_from_a_job_that_has_become_slow() -> None:
 
     job = TunedJob(seconds=seconds)
     told = job.run(ENOUGH)
-    assert any("to see whether the pace of the job has changed" in each.reason for each in told if each.kind == "undo")
+    again = next(each for each in told if "is measured once more, as the job itself may have" in each.reason)
+    doubted = next(each for each in told if each.number == again.number - 1 and each.outcome)
+    assert again.kind == "undo" and doubted.kind == "probe" and doubted.outcome == "undone"
+    assert doubted.reason.endswith("set aside until the best config before is measured once more")
+    assert f"the {rate_in_words(doubted.measured or 0.0)} measured now count as well" in again.reason
     assert "reopen" not in job.kinds() and not job.point.num_workers
     with_workers = [each for each in told if each.kind == "probe" and each.changes.get("dataloader.num_workers")]
     assert len({each.number for each in with_workers}) <= 3, "it is learnt that workers are slow here"

@@ -282,6 +282,13 @@ class NodeStatus:
         """The mean over this node's ranks of each number that the script has logged."""
         return mean_logged((each.measures.logged, 1.0) for each in self.ranks)
 
+    @property
+    def heard_seconds(self) -> float:
+        """How many seconds ago the job was last heard of on this node; infinite where it never was."""
+        heard = [self.time - each.seen_seconds for each in self.ranks] + [each.time for each in self.events]
+        heard += [] if self.agent is None else [self.agent.time]
+        return self.time - max(heard, default=-math.inf)
+
     def to_dict(self) -> dict[str, Any]:
         """The status as values for JSON, with ``healthy``, which is True where there is no trouble."""
         return {

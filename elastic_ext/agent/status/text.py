@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from typing import Protocol, TypeVar
 
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.profile.summary import mfu_in_words, number_in_words
@@ -15,9 +17,11 @@ from elastic_ext.records.text import age_in_words, counted, cut, size_in_words, 
 
 from .status import ConfigStatus, NodeStatus, ProgressStatus, RankStatus
 
-__all__ = ["line_of", "progress_in_words", "words"]
+__all__ = ["line_of", "once_each", "progress_in_words", "words"]
 
 _MOST_EVENTS = 5
+_LEAST_BEFORE_FOLDER = 24
+"""Characters of a line that are left for what is said of a job, if its run directory is not cut."""
 _MOST_ROWS = 64
 _MOST_NAMED = 3
 _NUM_PHASES = 2
@@ -45,9 +49,11 @@ def words(status: NodeStatus, width: int | None = None) -> str:
 
 
 def line_of(status: NodeStatus, width: int | None = None) -> str:
-    """The most important of one job's status, on one line, which is cut to ``width`` characters."""
+    """The most important of one job's status, on one line of ``width`` characters: the run directory is whole."""
     running = [each for each in status.ranks if each.state == "running"]
-    parts = [status.state if status.state != "running" else f"running, {_ranks_in_words(len(running))}"]
+    parts = [f"running, {_ranks_in_words(len(running))}" if status.state == "running" else status.state]
+    if status.state != "running" and status.heard_seconds < math.inf:
+        parts.append(f"last heard of {age_in_words(status.heard_seconds)} ago")
     if status.progress is not None:
         parts.append(f"step {status.progress.step}")
     if status.goes_on_from is not None:
@@ -55,7 +61,10 @@ def line_of(status: NodeStatus, width: int | None = None) -> str:
     if status.troubles:
         more = f" (and {len(status.troubles) - 1} more)" if len(status.troubles) > 1 else ""
         parts.append(f"trouble: {status.troubles[0]}{more}")
-    return cut(f"{status.job or 'a job without a name'}: {', '.join(parts)}  [{status.run_dir}]", width)
+    text, folder = f"{status.job or 'a job without a name'}: {', '.join(parts)}", f"  [{status.run_dir}]"
+    if width is not None and width - len(folder) >= _LEAST_BEFORE_FOLDER:
+        text = cut(text, width - len(folder))
+    return cut(text + folder, width)
 
 
 def _heading(status: NodeStatus) -> str:
@@ -101,7 +110,7 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         first = next(each for each in status.ranks if each.measures.logged)
         yield "logged", _logged_in_words(logged, len(status.ranks)) + _age_in_words(first, status.progress)
     if status.profile is not None:
-        yield "profile", status.profile.verdict.text
+        yield "profile", status.profile.verdict.text_over_steps
         for straggler in status.profile.stragglers[:_MOST_NAMED]:
             yield "slow", straggler.text
     yield "config", _config_in_words(status.config)
@@ -229,9 +238,42 @@ def _largest_in_words(shares: Mapping[str, float]) -> str:
 
 
 def _events(status: NodeStatus) -> Iterator[str]:
-    for event in status.events[-_MOST_EVENTS:]:
+    for sources, event in once_each([(each.source, each) for each in status.events])[-_MOST_EVENTS:]:
         step = "" if event.step is None else f", step {event.step}"
-        yield f"{_moment(event.time)}  {event.source}{step}: {event.text}"
+        who = sources[0] if len(sources) == 1 else _ranks_in_words(len(sources))
+        yield f"{_moment(event.time)}  {who}{step}: {event.text}"
+
+
+class _Event(Protocol):
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+_AnyEvent = TypeVar("_AnyEvent", bound=_Event)
+
+
+def once_each(events: Sequence[tuple[str, _AnyEvent]]) -> list[tuple[list[str], _AnyEvent]]:
+    """Events with their sources, those of one step that several sources tell in the same words once, with all these.
+
+    An event that one source has told twice stays two events.
+    """
+    found: list[tuple[list[str], _AnyEvent]] = []
+    for source, event in events:
+        alike = (one for one in reversed(found) if _words_of(one[1]) == _words_of(event))
+        sources = next((each for each, _ in alike if source not in each), None)
+        if sources is None:
+            found.append(([source], event))
+        else:
+            sources.append(source)
+    return found
+
+
+def _words_of(event: _Event) -> tuple[int | None, str, str]:
+    return event.step, event.kind, event.text
 
 
 def _moment(seconds: float) -> str:

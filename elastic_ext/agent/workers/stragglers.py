@@ -150,7 +150,7 @@ class SlowWorkers:
             board.tell(_ROUND, own.to_row())
         if board.place > 0:
             return self._news(_announced(board))
-        told = board.told(_ROUND)
+        told = board.values_of(_ROUND)
         if len(told) == board.num_peers:
             self._rounds.see({place: NodeRound.from_row(row) for place, row in told.items()})
             board.post(_SLOW, [asdict(each) for each in self._rounds.slow])

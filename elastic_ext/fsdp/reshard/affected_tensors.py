@@ -179,7 +179,12 @@ def _state_of(
 
 
 def _add_copies(carrying: _Carrying, parts: MovedParts, names: Mapping[int, str]) -> None:
-    """Add what each rank has whole, for ranks that come; of buffers, which may differ, all take the first rank's."""
+    """Add what each rank has whole, for ranks that come; of buffers, which may differ, all take the first rank's.
+
+    So it is for registered tensors where there are more ranks now, or fewer, as where these resume from a checkpoint.
+    Where there are as many the ranks have made sure that theirs are equal: else each would go on with its own.
+    """
+    worlds = carrying.worlds
     for parameter in parts.left_out:
         name = names[id(parameter)]
         carrying.add_copy(name, parameter)
@@ -191,7 +196,8 @@ def _add_copies(carrying: _Carrying, parts: MovedParts, names: Mapping[int, str]
     for at, holder in enumerate(parts.registered):
         for key, tensor in sorted(holder.items()):
             if not (isinstance(tensor, DTensor) or id(tensor) in own):
-                carrying.add_copy(f"{key} (registered {at})", tensor)
+                of_first = worlds.num_old != worlds.num_new
+                carrying.add_copy(f"{key} (registered {at})", tensor, of_first=of_first)
     for name, buffer in parts.model.named_buffers():
         if isinstance(buffer, DTensor):
             raise ValueError(f"the buffer {name} is a DTensor; allowed where ranks come or leave: plain buffers")
@@ -222,7 +228,7 @@ def _by_any_name(
 
 @dataclass(frozen=True, eq=False)
 class MemberRoute:
-    """From where to where a change moves tensors: worlds, degrees, and whether this rank comes."""
+    """The worlds and degrees between which a change moves tensors, and whether this rank comes."""
 
     worlds: Worlds
     before: Degrees
@@ -244,6 +250,11 @@ class _Carrying:
         self._parts: dict[DeviceMesh, tuple[int, ...]] = {}
         self._found: dict[int, MovedTensor] = {}
         self._own_memory: dict[int, list[tuple[str, int, int]]] = {}  # by the address of what it is a part of
+
+    @property
+    def worlds(self) -> Worlds:
+        """The ranks that there were, and that there will be."""
+        return self._route.worlds
 
     @property
     def found(self) -> list[MovedTensor]:

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ from .units import ParameterSlot, Survey, Unit
 
 __all__ = ["Agree", "Change", "ChangeCost", "Regroup", "Sharded", "Whole"]
 
+_Given = TypeVar("_Given")
 Agree = Callable[[BaseException | None], None]
 """Called by all ranks with their errors: returns where none brings one, and raises on all where one does."""
 
@@ -284,14 +285,16 @@ class Change:
         self._let_go_of_groups()
         if self.leaves:
             return self._cost(0, began, 0.0, let_go)
-        self._form(among)
+        self._or_go_back(among, groups.form)
         forming_seconds = time.perf_counter() - let_go
-        outline = tell_outline(self._outline, device) if self._worlds.has_comers else None
-        failure = self._caught(self._make_mesh)  # by all ranks, whatever has failed on this one
-        error = error or failure
+        outline = None
+        if self._worlds.has_comers:
+            outline = self._or_go_back(among, lambda: tell_outline(self._outline, device))
+        self._agree_or_go_back(among, error)  # all have come; groups of a mesh wait long for who is lost
+        error = self._caught(self._make_mesh)
         if error is None and outline is not None and self.comes:
             error = self._caught(lambda: self._begin_like(outline))
-        mismatch = self._compare(among)
+        mismatch = self._or_go_back(among, lambda: self._compare(among))
         return self._complete(among, error or mismatch, began, forming_seconds)
 
     def _begin(self) -> None:
@@ -366,13 +369,17 @@ class Change:
         forget_propagation()
         self._has_let_go = True
 
-    def _form(self, among: _Among) -> None:
-        """Swap the process groups; where that fails those of before are formed anew, and what was there put on."""
-        assert among.regroup is not None
-        error = self._caught(among.regroup.form)
+    def _or_go_back(self, among: _Among, act: Callable[[], _Given]) -> _Given:
+        """What ranks get together, by collectives of the new world; where one fails, what was there is put back.
+
+        This rank is lost to the others then, with its groups, so that they fail too, wherever they are.
+        """
+        given: list[_Given] = []
+        error = self._caught(lambda: given.append(act()))
         if error is not None:
             self._go_back_if_possible(among)
             raise error
+        return given[0]
 
     def _named(self) -> dict[str, nn.Parameter]:
         """All parameters by name: those that lie by the plan, and those left out of fully_shard."""

@@ -190,7 +190,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., exit_code: _Optional[int] = ..., step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., accelerator_bytes: _Optional[int] = ..., cpu_percent: _Optional[float] = ..., gpu_percent: _Optional[float] = ..., config_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., activity: _Optional[str] = ..., activity_seconds: _Optional[float] = ..., trouble: _Optional[str] = ..., shares: _Optional[_Mapping[str, float]] = ..., step_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[StepWindow, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StepWindow(_message.Message):
-    __slots__ = ("begin", "end", "rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision", "seconds", "processor_seconds", "typical", "step_seconds", "num_samples", "num_tokens", "num_bytes", "num_detailed", "memory_bytes", "accelerator_bytes", "accelerator_peak_bytes", "waiting_seconds", "computing_seconds", "is_settling")
+    __slots__ = ("begin", "end", "rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision", "seconds", "processor_seconds", "typical", "step_seconds", "num_samples", "num_tokens", "num_bytes", "num_detailed", "memory_bytes", "accelerator_bytes", "accelerator_peak_bytes", "waiting_seconds", "computing_seconds", "is_settling", "members")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class StepWindow(_message.Message):
     WAITING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     IS_SETTLING_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     begin: float
     end: float
     rank: int
@@ -258,7 +259,8 @@ class StepWindow(_message.Message):
     waiting_seconds: float
     computing_seconds: float
     is_settling: bool
-    def __init__(self, begin: _Optional[float] = ..., end: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., restart: _Optional[int] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., config_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., processor_seconds: _Optional[_Mapping[str, float]] = ..., typical: _Optional[_Mapping[str, float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., num_samples: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_detailed: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., accelerator_bytes: _Optional[int] = ..., accelerator_peak_bytes: _Optional[int] = ..., waiting_seconds: _Optional[float] = ..., computing_seconds: _Optional[float] = ..., is_settling: bool = ...) -> None: ...
+    members: int
+    def __init__(self, begin: _Optional[float] = ..., end: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., restart: _Optional[int] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., config_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., processor_seconds: _Optional[_Mapping[str, float]] = ..., typical: _Optional[_Mapping[str, float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., num_samples: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_detailed: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., accelerator_bytes: _Optional[int] = ..., accelerator_peak_bytes: _Optional[int] = ..., waiting_seconds: _Optional[float] = ..., computing_seconds: _Optional[float] = ..., is_settling: bool = ..., members: _Optional[int] = ...) -> None: ...
 
 class BeatReply(_message.Message):
     __slots__ = ("epoch", "lease_seconds", "beat_seconds", "config_version", "config", "wants_config", "wants_hardware", "job_id")

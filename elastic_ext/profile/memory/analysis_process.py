@@ -40,7 +40,6 @@ def main() -> None:
             _go_to(request)
             from .analysis import analyse  # imports torch, which reads its environment then
 
-            _use_one_thread()
             _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
             if request.question.main is not None:
                 request.question.main.take_up()
@@ -102,9 +101,3 @@ def _go_to(request: AnalysisRequest) -> None:
     sys.path[:] = request.path
     with contextlib.suppress(OSError):
         os.chdir(request.folder)
-
-
-def _use_one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)

@@ -318,12 +318,6 @@ class Checkpoints:
             return "a checkpoint is due at this step"
         return "" if self.job.saver.wait_a_while(seconds) else "a checkpoint is being written"
 
-    def settle(self) -> None:
-        """End the save under way, if there is one, and forget held copies; with all ranks."""
-        self.fence()
-        self._finish_save()
-        self.job.saver.drop_held()
-
     def take_world(self, world: World) -> None:
         """Save with the ranks of ``world`` from here on; all of them call this, and no save is under way."""
         self.job.saver.take_world(world)
@@ -362,7 +356,7 @@ class Checkpoints:
         That is the last step, where checkpoints fall due by themselves; a checkpoint that was left out there, since
         another save was under way; or the state after training went back, where nothing was saved since.
         """
-        self._finish_save()
+        self.finish()
         left_out_at, name = self._left_out or (None, "")
         is_left_out = left_out_at == self._counts.global_step
         is_unsaved = self.path_of_now is None and self.has_interval and self._counts.num_boundaries > 0
@@ -371,7 +365,7 @@ class Checkpoints:
             name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
                 self._save_or_warn(name, self.moment(), self._mode(waits=True))
-                self._finish_save()
+                self.finish()
 
     def close(self) -> None:
         """Give up the job's folder, so that another run of the job can have it."""
@@ -477,7 +471,7 @@ class Checkpoints:
     def _save_and_wait(self, name: str, moment: BoundaryState) -> Path:
         """Save a checkpoint while training waits; gives its folder."""
         self._heartbeat.note_save()
-        self._finish_save()
+        self.finish()
         with self._heartbeat.during(Activity.SAVING):
             path = self.job.save(self._request(name, moment))
         self._note(path)
@@ -522,14 +516,19 @@ class Checkpoints:
             with self._warning():
                 raise error
 
-    def _finish_save(self) -> None:
-        """Wait for the save under way, and raise its failure or warn of it."""
+    def finish(self, *, drops_held: bool = False) -> None:
+        """Wait for the save under way, if there is one, and raise its failure or warn of it; with all ranks.
+
+        With ``drops_held`` a copy in memory that was not written is forgotten.
+        """
         self._tell_failure()
         try:
             with self._heartbeat.during(Activity.SAVING):
                 self.job.saver.settle()
         except CheckpointError as error:
             self._note_failure(error)
+        if drops_held:
+            self.job.saver.drop_held()
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
@@ -578,8 +577,7 @@ class Checkpoints:
         With ``leaves_epoch`` it may be one of another epoch, for which the caller leaves the one under way.
         """
         self._due = None
-        self.job.saver.drop_held()
-        self._finish_save()
+        self.finish(drops_held=True)
         is_torn, more = steps.torn is not None, ", passing over the samples since" if skips else ""
         if is_torn:
             more += f", after {steps.num_torn} micro-steps of a step that was torn"

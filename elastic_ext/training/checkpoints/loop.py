@@ -65,27 +65,33 @@ class Saving:
             self._leaving.start()
 
     def take_world(self, world: World) -> None:
-        """Listen for signals to the ranks of ``world`` from here on, between two steps; no save is under way."""
+        """Save with the ranks of ``world`` from here on, between two steps; no save is under way.
+
+        These agree on who of them holds the job's folder.
+        """
+        self.checkpoints.take_world(world)
         board = self._follower.ranks.board
         if self._leaving is not None and board is not None:
             self._leaving.take_world(board)
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
         """Save what is due, end all saves and forget held copies, with all ranks, before some of these change."""
         self._take_down_fence()
         self._copies_at = None
         self.checkpoints.begin_due()
-        self.checkpoints.settle()
+        self.checkpoints.finish(drops_held=True)
 
     def tell(self) -> dict[str, Any]:
-        """Where saving is, for a rank that joins."""
+        """Where saving checkpoints is, as JSON for a rank that joins."""
         try_at = None if self._try_at == math.inf else self._try_at
-        return {"try_at": try_at, "makes_copies": self._makes_copies}
+        return {"checkpoints": self.checkpoints.tell(), "loop": {"try_at": try_at, "makes_copies": self._makes_copies}}
 
     def join(self, told: Mapping[str, Any]) -> None:
         """Save from here on as the ranks do that this one has joined."""
-        self._try_at = math.inf if told["try_at"] is None else told["try_at"]
-        self._makes_copies = bool(told["makes_copies"])
+        loop = told["loop"]
+        self.checkpoints.join(told["checkpoints"])
+        self._try_at = math.inf if loop["try_at"] is None else loop["try_at"]
+        self._makes_copies = bool(loop["makes_copies"])
         self.plan()
 
     def plan(self) -> None:

@@ -99,7 +99,7 @@ FEWER_BATCHES = (
 
 
 @dataclass(slots=True)
-class _Seen:
+class _MicroStepLook:
     """What was seen of one micro-step: calls of the model, backward passes, and sizes of its inputs."""
 
     num_training: int = 0
@@ -140,7 +140,7 @@ class LoopChecks:
         self._scaler = training.prepared.scaler
         self._handles: list[RemovableHandle] = []
         self._sizes: Sequence[int] | None = None
-        self._seen = _Seen()
+        self._seen = _MicroStepLook()
         self._num_missing = 0
         self._other_sizes: list[tuple[tuple[int, ...], ...]] = []  # of the first micro-steps without a whole batch
         self._left: list[_LeftOver] = []  # of the step before, where several optimizers clear their own in turn
@@ -166,7 +166,7 @@ class LoopChecks:
 
     def begin_micro_step(self) -> None:
         """Begin to look at a micro-step."""
-        self._seen, self.is_inside = _Seen(), True
+        self._seen, self.is_inside = _MicroStepLook(), True
         state = self._state
         if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= _NUM_LOSSES:
             return
@@ -278,7 +278,7 @@ class LoopChecks:
             assert self._sizes is not None
             self.say(_OTHER_SIZE, found=found, size=self._sizes[self._state.index])
 
-    def _see_backward(self, seen: _Seen, *, is_training: bool) -> None:
+    def _see_backward(self, seen: _MicroStepLook, *, is_training: bool) -> None:
         is_first = not seen.has_backward
         if is_training:
             seen.came_to_training = True

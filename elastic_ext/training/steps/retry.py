@@ -5,13 +5,15 @@ takes at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_ext.config.apply import Proposal
-from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE
+from elastic_ext.config.control_word import REFUSES_SINGLE_SAMPLE, Purpose
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ElasticError, StepError, StepUndone
+from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, let_go
 
 from .oom_guard import StepFailure
@@ -61,7 +63,7 @@ class Growing:
         self._counts = training.counts
         self._memory = training.memory
         self._spread = training.spread
-        self._bounds: dict[Hashable, int] = {}  # samples that did not fit, by plan
+        self._bounds: dict[ParallelPlan | None, int] = {}  # samples that did not fit, by plan
         self._failed_with = 0  # samples at once, when memory ran out last
         self._size_before = 0  # of micro-batches, when memory first ran out
         self._takes_one = True  # as far as is known
@@ -75,6 +77,22 @@ class Growing:
     def bound(self) -> int | None:
         """The fewest samples at once that did not fit into memory under the present plan; None where all did."""
         return self._bounds.get(self._spread.plan)
+
+    def tell(self) -> dict[str, Any]:
+        """What was learnt of memory so far, as JSON for ranks that join."""
+        bounds = [[None if plan is None else asdict(plan), bound] for plan, bound in self._bounds.items()]
+        return {
+            "bounds": bounds,
+            "failed_with": self._failed_with,
+            "size_before": self._size_before,
+            "takes_one": self._takes_one,
+        }
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Know what the ranks have learnt that this one has joined, so that all shrink alike."""
+        self._bounds = {None if plan is None else ParallelPlan(**plan): bound for plan, bound in told["bounds"]}
+        self._failed_with, self._size_before = told["failed_with"], told["size_before"]
+        self._takes_one = told["takes_one"]
 
     def try_grow(self) -> Proposal:
         """Propose micro-batches twice as large, unless they are known not to fit into memory."""
@@ -118,7 +136,7 @@ class Growing:
             self._size_before = self._size_before or self._batches.micro_batch
             if largest >= self._batches.largest:  # else it was an epoch's tail, whose like has fitted
                 self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
-        follower.meet_to_shrink()
+        follower.meet(Purpose.RETRY_SMALLER, doubt="took back a step that ran out of memory")
         now = follower.config.dataloader.batch_size
         assert now is not None
         wanted = self._batches.fewer(self._failed_with, takes_one=self._takes_one)

@@ -77,8 +77,8 @@ class MicroStepWeights(NamedTuple):
     """The weights of a step's micro-steps."""
 
     each: tuple[float, ...]
-    """That of each micro-step's mean loss in the gradient of the step."""
-    late: float = 1.0
+    """The weight of the mean loss of each micro-step in the gradient of the step."""
+    factor_at_end: float = 1.0
     """What the gradients of all earlier micro-steps are multiplied by as the last one begins, where they were not
     weighed one by one; 1.0 where they were."""
 
@@ -137,8 +137,7 @@ class Steps:
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
         self._to_do_first: Callable[[], None] | None = None
-        self._to_change: Callable[[], None] | None = None  # the members, after that
-        self._takes_back = False  # the step that is being entered
+        self._to_change: Callable[[], bool] | None = None  # the members, after that
         gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         training.state.num_optimizers = len(optimizers)
         gradients.share_guarded = self._share_guarded
@@ -215,9 +214,10 @@ class Steps:
         ):
             state.move(StepEvent.ENTER_LAST)
             return
+        takes_back = False
         if state.index == 0:
             try:
-                self._begin(self.keep_batch)
+                takes_back = self._begin(self.keep_batch)
             except ElasticError as error:
                 if not error.says_all:
                     raise
@@ -235,12 +235,11 @@ class Steps:
         sharing = self._gradients.sharing
         if is_shared is not sharing.is_sharing:
             sharing.share(now=is_shared)
-        if is_last and self._weights.late != 1.0:
-            self._gradients.weigh_gathered(self._weights.late)
+        if is_last and self._weights.factor_at_end != 1.0:
+            self._gradients.weigh_gathered(self._weights.factor_at_end)
         if self._checks.is_looking:
             self._checks.begin_micro_step()
-        if self._takes_back:
-            self._takes_back = False
+        if takes_back:
             self.rollback()
 
     def __exit__(
@@ -254,6 +253,7 @@ class Steps:
             return
         state = self._state
         if state.phase is StepPhase.UNDONE:
+            self._gradients.drop()  # of passes that were made since it was taken back
             state.move(StepEvent.LEAVE_UNDONE)
             return
         if self.torn is not None:  # and the loop has gone on after it was told so
@@ -392,13 +392,12 @@ class Steps:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False
 
-    def change_first(self, act: Callable[[], None]) -> None:
-        """Have ``act``, a change of members, called as the next step begins, after what ``do_first`` was given."""
-        self._to_change, self._is_like_before = act, False
+    def change_first(self, act: Callable[[], bool]) -> None:
+        """Have ``act``, a change of members, called as the next step begins, after what ``do_first`` was given.
 
-    def take_back_entered(self) -> None:
-        """Take the step back that is being entered: its batch was cut for other ranks, and comes again."""
-        self._takes_back = True
+        Where it gives True that step is taken back as it is entered: its batch was cut for others, and comes again.
+        """
+        self._to_change, self._is_like_before = act, False
 
     def pass_owed_boundary(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
@@ -413,7 +412,12 @@ class Steps:
         """
         self.pass_owed_boundary()
         if self._to_meet is not None:
-            self._follower.retry(self._to_meet.purpose, self._to_meet.num_exchanges, self._to_meet.num_lost)
+            self._follower.meet(
+                self._to_meet.purpose,
+                doubt="took back a step that had failed on it",
+                exchanges=self._to_meet.num_exchanges,
+                lost=self._to_meet.num_lost,
+            )
             self._to_meet = None
             self._gradients.sharing.wait()
         if self._gradients.awaited:
@@ -462,15 +466,15 @@ class Steps:
             advice = _ALL_LEAVE if self._gradients.are_exchanged else ""
             _logger.warning("%s of a step were dropped: %s%s", told, why, advice)
 
-    def _begin(self, keep_batch: bool) -> None:
-        """Begin a step."""
-        is_first = self.has_not_begun
+    def _begin(self, keep_batch: bool) -> bool:
+        """Begin a step; gives whether it is to be taken back once it is entered, as ``change_first`` says."""
+        is_first, takes_back = self.has_not_begun, False
         self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         if self._to_change is not None:
             change, self._to_change = self._to_change, None
-            change()
+            takes_back = change()
         if self._to_meet is not None or self._gradients.awaited:
             self.catch_up()
         if self._gradients.before_step is not None:
@@ -486,7 +490,7 @@ class Steps:
             self._set_weights(step.weights)
         self._weights = self._by_turns
         state.on_cleared = None
-        if self._weights.late != 1.0 and self._optimizers[0].may_have_left_gradients:
+        if self._weights.factor_at_end != 1.0 and self._optimizers[0].may_have_left_gradients:
             self._weights = MicroStepWeights(step.weights)  # what is left is not to be weighed again
             state.on_cleared = self._weigh_once
         if self._counted is not None:
@@ -519,6 +523,7 @@ class Steps:
         if snapshot is not None:
             snapshot.take()
             snapshot.put_shared()
+        return takes_back
 
     def _refuse_taken_ahead(self, num_handed: int) -> None:
         """Raise, since too many batches were taken, and have these come again.
@@ -582,7 +587,7 @@ class Steps:
         common = weights[0]
         is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
         if is_late and self._scaler is None and self._gradients.can_wait_for_weights:  # scaled ones fill their range
-            self._by_turns = MicroStepWeights((1.0,) * (len(weights) - 1) + (common,), late=common)
+            self._by_turns = MicroStepWeights((1.0,) * (len(weights) - 1) + (common,), factor_at_end=common)
         else:
             self._by_turns = MicroStepWeights(weights)
         self._weights = self._by_turns

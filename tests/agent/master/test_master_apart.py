@@ -15,6 +15,7 @@ import pytest
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.master.embedded import OwnMaster
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigEdit
 from elastic_ext.master.address import Address, MasterPlace
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.wire import master_pb2 as pb
@@ -69,7 +70,7 @@ def test_a_master_that_is_killed_and_started_again_goes_on_with_the_job(master: 
         before = client.status()
         master.kill()
         until(lambda: "master-lost" in node.told() or None)
-        node.tuner.set({"user.x": 2}, reason="while it was away")
+        node.tuner.set(ConfigEdit({"user.x": 2}, reason="while it was away"))
         node.journal.tell("odd", "happened while it was away")
         master.start()
         until(lambda: "master-back" in node.told() or None)
@@ -176,7 +177,7 @@ def test_a_nodes_own_change_is_the_masters_and_comes_to_the_other_nodes(master: 
             node.link.begin_configs()
             stack.callback(node.link.close, "the test is over")
             joined(node)
-        first.tuner.set({"user.x": 5}, reason="by hand")
+        first.tuner.set(ConfigEdit({"user.x": 5}, reason="by hand"))
         until(lambda: in_file(second) == 1 or None)
         (entry,) = client.configs()
         assert (entry.author, entry.node_id) == ("node", "first")

@@ -25,6 +25,7 @@ from elastic_ext.agent.master.outbox import EventOutbox
 from elastic_ext.agent.master.report import NodeReporter
 from elastic_ext.agent.master.session import Due, beat_due
 from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigEdit
 from elastic_ext.errors import MasterAbsent
 from elastic_ext.master.address import MOST_BEAT_BYTES, Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
@@ -338,7 +339,7 @@ def test_a_node_tells_of_its_own_newer_config_and_gives_the_text_when_asked(tmp_
         master.answers["Beat"] = answer
         with linked(tmp_path, master.place) as node:
             master.wait_for("Beat")
-            node.tuner.set({"user.x": 1}, reason="here")
+            node.tuner.set(ConfigEdit({"user.x": 1}, reason="here"))
             told = master.wait_for("Beat", lambda request: request.held.version == 1)
             assert told.held.text == ""
             given = master.wait_for("Beat", lambda request: request.held.text != "")
@@ -351,7 +352,7 @@ def test_a_master_that_goes_on_asking_for_what_it_was_given_is_not_answered_with
             epoch=1, lease_seconds=5.0, beat_seconds=0.5, wants_config=True, wants_hardware=True
         )
         with linked(tmp_path, master.place) as node:
-            node.tuner.set({"user.x": 1}, reason="here")
+            node.tuner.set(ConfigEdit({"user.x": 1}, reason="here"))
             master.wait_for("Beat", lambda request: request.held.text != "")
             seen = len(master.called["Beat"])
             began = time.monotonic()

@@ -206,7 +206,7 @@ def test_the_step_is_that_of_the_newest_record_or_of_the_save_that_ended_trainin
     for at, metrics_step, step in ((NOW - 5, 40, 50), (NOW - 1, 63, 63)):  # the agent's record is two seconds old
         rows = metrics(0, time=at, step=metrics_step), metrics(1, time=at, step=metrics_step)
         status = status_of(replace(ended, metrics=rows))
-        assert {each.step for each in status.ranks} == {step} and f"j: ended, step {step}, " in line_of(status)
+        assert {each.step for each in status.ranks} == {step} and f", step {step}, " in line_of(status)
     saved = replace(ended, workers=LEFT, events=(told("can-go-on", 84, at=NOW - 1),))
     status = status_of(saved)
     assert status.progress is not None and status.progress.step == 84
@@ -472,6 +472,33 @@ def test_the_words_tell_of_nodes_agent_speed_and_events_and_cannot_steer_a_termi
     assert line_of(status).startswith("größe [2J: running, 2 ranks, step 50  [/run]")
 
 
+def test_what_all_ranks_tell_of_a_step_in_the_same_words_is_one_line() -> None:
+    applied = [
+        EventSeen(time=NOW + step, source=f"rank {rank}", step=step, kind="config-applied", text="version 7")
+        for step in (3, 4)
+        for rank in range(4)
+    ]
+    own = EventSeen(time=NOW + 9, source="rank 2", step=4, kind="config-applied", text="version 7, for itself")
+    lines = (
+        words(status_of(replace(WITH_AGENT, events=(*applied, own, own)))).partition("last events\n")[2].splitlines()
+    )
+    assert [line.split("  ")[-1] for line in lines] == [
+        "4 ranks, step 3: version 7",
+        "4 ranks, step 4: version 7",
+        "rank 2, step 4: version 7, for itself",
+        "rank 2, step 4: version 7, for itself",
+    ]
+
+
+def test_the_line_of_a_job_that_has_ended_says_when_it_was_heard_of_and_its_folder_is_whole() -> None:
+    path = "/home/me/.cache/elastic_ext/nano/nodes/node-a-2"
+    died = replace(WITH_AGENT, path=path, is_agent_running=False, living=frozenset())
+    told = line_of(status_of(replace(died, time=NOW + 7200)))
+    assert told.startswith("j: ended, last heard of 2 h ago, step 50, trouble: ") and told.endswith(f"  [{path}]")
+    narrow = line_of(status_of(replace(died, time=NOW + 7200)), 80)
+    assert len(narrow) == 80 and narrow.endswith(f"...  [{path}]")
+
+
 some_events = st.builds(
     EventSeen,
     time=st.floats(allow_nan=False, allow_infinity=False),
@@ -567,9 +594,15 @@ def a_process() -> Iterator[ProcessIdentity]:
 
 
 def write_all(
-    folder: Path, process: ProcessIdentity, *, job: str = "j", since: float = 100.0, host: str = socket.gethostname()
+    folder: Path,
+    process: ProcessIdentity,
+    *,
+    job: str = "j",
+    since: float = 100.0,
+    host: str = socket.gethostname(),
+    age: float = 0.0,
 ) -> None:
-    now = time.time()
+    now = time.time() - age
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"version": 3}')
     agent = replace(
@@ -764,6 +797,24 @@ def test_without_an_argument_the_only_job_that_runs_is_shown_in_full_and_others_
         assert main(["status"]) == 1
         starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
         assert sorted(starts[:2]) == ["runs", "runs too"] and starts[2:] == ["died", "one of them in full"]
+
+
+def test_of_jobs_that_have_ended_the_newest_are_shown_and_how_to_see_all(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hours in range(6):
+        write_all(cache / f"{hours} h", replace(this_process(), start_ticks=1), job=f"{hours} h", age=hours * 3600.0)
+    with a_process() as process:
+        write_all(cache / "runs", process, job="runs")
+        assert main(["status"]) == 0
+        lines = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+        assert [line.partition(":")[0] for line in lines[1:-1]] == ["0 h", "1 h", "2 h"]
+        assert "2 h: ended, last heard of 2 h ago, " in lines[3]
+        assert lines[-1].endswith("or --job NAME; 3 older ones too: elastic-ext status --all")
+        assert main(["status", "--all"]) == 0
+        lines = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+        assert len(lines) == 8 and lines[-1].endswith("or --job NAME")
+        assert len(status_json(capsys)[1]) == 7
 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "empty"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
@@ -75,7 +76,7 @@ def test_what_holds_training_up_is_said_for_the_job_and_what_takes_most_for_each
     told = (
         "profile        data-bound: 40% of training's time goes to waiting for samples on all ranks; 2 workers deliver"
     )
-    assert told in text
+    assert told in text and re.search(r"profile  .*\(over steps \d+ to \d+, \d+ s\)\n", text)
     assert text.count("data 40%, backward 30%") == 2, "the last window's shares, which metrics have, are of less time"
     assert "slow  " not in text
     assert main(["status", str(tmp_path), "--json"]) == 0

@@ -82,7 +82,7 @@ with trainer:
                     if where == "within":
                         say("within")
                         time.sleep(100)
-                if where == "evaluation" and trainer._session._saving.can_write():
+                if where == "evaluation" and trainer._training.saving.can_write():
                     say("evaluation")
                     time.sleep(100)
         if where == "end":

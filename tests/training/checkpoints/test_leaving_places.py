@@ -55,7 +55,7 @@ class Model(nn.Linear):
     def get_extra_state(self):
         if not is_prepared:
             pause("preparing")
-        elif is_asked_for or trainer._session._saving._leaving.is_asked:  # and this is no copy in between
+        elif is_asked_for or trainer._training.saving._leaving.is_asked:  # and this is no copy in between
             pause("saving", "ending")
         return torch.zeros(1)
 
@@ -113,9 +113,9 @@ try:
                         if trainer.num_steps == len(loader) - 2:
                             pause("last step but one")
                     say(f"epoch {epoch} had {batch[0, 0]:.0f}")
-                    if where == "failing" and trainer._session._saving.can_write():
+                    if where == "failing" and trainer._training.saving.can_write():
                         say("copied")
-                        while not trainer._session._saving._leaving.is_asked:
+                        while not trainer._training.saving._leaving.is_asked:
                             time.sleep(0.01)
                         raise RuntimeError("DataLoader worker is killed")
                     if trainer.global_step == 5:

@@ -736,7 +736,7 @@ DIFFERENT: dict[str, tuple[Act, Act]] = {
     "a step and none": (back_to(), back_to(4)),
     "one skips": (back_to(2), back_to(2, skip_samples=True)),
     "one was torn": (step_and_go_back, tear_and_go_back),
-    "one ends its epoch": (back_to(2), lambda run: run.trainer._prepared.end_epoch(None)),
+    "one ends its epoch": (back_to(2), lambda run: run.trainer._prepared.epochs.end(None)),
 }
 
 

@@ -46,7 +46,7 @@ def saved_rank(rank: int, folder: Path, way: str, how: How, skips: bool) -> None
             elif how == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif how == "memory":
-                step, written = run.trainer._session._saving._write_newest(60.0)
+                step, written = run.trainer._training.saving._write_newest(60.0)
                 assert step == BACK and f"step_{BACK} is what there is to go on from" in written
             run.trainer._prepared.should_stop = True  # the epoch is not over
     except SystemExit:

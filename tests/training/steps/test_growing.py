@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,22 @@ def test_uneven_parts_are_halved_until_fewer_are_taken_at_once(tmp_path: Path) -
 )
 def test_what_says_that_memory_ran_out(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
+
+
+def test_a_rank_that_joins_knows_what_did_not_fit_there(tmp_path: Path) -> None:
+    run = Short(0, tmp_path / "one", batch_size=4, has_moods=False, num_micro_steps=8, shortage=Shortage(limit=2))
+    with run.trainer:
+        run.train(2)
+        growing = run.trainer._training.growing
+        assert growing.has_shrunk and growing.bound == 4
+        told = json.loads(json.dumps(growing.tell()))
+    other = Short(0, tmp_path / "other", batch_size=4)
+    with other.trainer:
+        joiner = other.trainer._training.growing
+        assert not joiner.has_shrunk
+        joiner.join(told)
+        assert joiner.has_shrunk and joiner.bound == 4 and joiner.tell() == told
+    plan = ParallelPlan(strategy="hybrid_shard", shard_degree=2)
+    growing._bounds[plan] = 8
+    joiner.join(json.loads(json.dumps(growing.tell())))
+    assert joiner._bounds[plan] == 8

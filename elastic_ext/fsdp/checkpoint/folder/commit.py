@@ -17,6 +17,7 @@ from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.format.json_text import unknown_format
 from elastic_ext.fsdp.checkpoint.format.shardfile import ShardSummary
 from elastic_ext.records.files import NotRegularError, look_afresh, naming, open_regular, read_at_most
+from elastic_ext.records.json import object_of
 
 __all__ = [
     "COMMIT",
@@ -201,14 +202,14 @@ class Commit:
         if xxhash.xxh3_128_hexdigest(data[: seal.start()]).encode() != seal.group(1):
             raise CheckpointDamaged(f"{where} does not match its own checksum: its contents were changed or damaged")
         try:
-            record = json.loads(data, object_pairs_hook=_once_each)
-            number = _as_record("it", record).pop("format", None)
+            record = object_of(data, once_each=True)
+            number = record.pop("format", None)
             if type(number) is int and number > FORMAT:
                 raise unknown_format(where, number, FORMAT, record.get("versions"))
             if number != FORMAT:
                 raise ValueError(f"format is {number!r}; allowed: {FORMAT}")
             return _commit_of(record)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointDamaged(f"{where} is no COMMIT: {error}") from None
 
 
@@ -297,13 +298,6 @@ def _check_checksum(checksum: object) -> None:
         raise ValueError(f"a checksum is {str(checksum)[:80]!r}; allowed: 32 hexadecimal digits")
 
 
-def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        raise ValueError("a key appears twice in one object")
-    return result
-
-
 def _as_record(what: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {str(value)[:80]!r}; allowed: an object")
@@ -311,6 +305,7 @@ def _as_record(what: str, value: object) -> dict[str, Any]:
 
 
 def _commit_of(record: dict[str, Any]) -> Commit:
+    """The commit in a JSON object; unknown keys are refused, unlike by ``record_of``: all of the file is understood."""
     del record["checksum"]
     lineage = record.pop("lineage", None)
     if not isinstance(lineage, list):

@@ -124,7 +124,10 @@ class Run:
 
     def join(self, told: Mapping[str, Any]) -> None:
         """Be in the run that ``tell`` has told of, on a rank that has joined its ranks."""
-        self._folder = None if told["folder"] is None else JobFolder(Path(told["folder"]))
+        self._folder = None
+        if told["folder"] is not None:
+            self._folder = JobFolder(Path(told["folder"]))
+            self._folder.on_commit = self.on_commit
         self._id, self._saved_at = told["id"], told["saved_at"]
         came_from = told["came_from"]
         self._came_from = None if came_from is None else Commit.from_json(came_from.encode(), where="what was told")
@@ -132,7 +135,8 @@ class Run:
     def take_world(self, world: World) -> None:
         """Have the folder's claim on the first of the ranks of ``world``; all of them call this.
 
-        The process that had the claim releases it as it leaves, and is waited for.
+        The process that had the claim releases it as it leaves, and is waited for. What it has committed last, the
+        folder says.
         """
         if self._folder is None:
             return
@@ -143,6 +147,9 @@ class Run:
             if world.rank == 0 and self._claim is None:
                 most = self._storage.seconds / 2
                 claims.append(folder.claim(self._id, patience_seconds=min(PATIENCE_SECONDS, most), visit_seconds=most))
+                with contextlib.suppress(OSError, CheckpointError):  # else the next one that is committed
+                    latest = folder.latest(self.chain)
+                    folder.newest = None if latest is None else latest.commit
 
         self._storage.together(take, "taking over the job's folder of checkpoints")
         if claims:

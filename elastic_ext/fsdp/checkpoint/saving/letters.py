@@ -57,7 +57,7 @@ class Letters:
             return now > self._deadline or (self._is_hurried and now > began + self._seconds)
 
         is_complete = self._board.wait(names, seconds=math.inf, stop=is_late)
-        if not is_complete and (late := sorted(set(ranks) - self._board.told(what).keys())):
+        if not is_complete and (late := sorted(set(ranks) - self._board.values_of(what).keys())):
             raise CheckpointError(
                 f"rank {late[0]} has not said within {self._seconds:g} seconds that it has {what} its part; it died, "
                 "or its storage does not answer"

@@ -220,10 +220,10 @@ class Saver:
         self._exchanges = InventoryExchanges(ranks)
         self._under_way: BackgroundSave | None = None
         self._copying: Copying | None = None
-        self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
+        self._held_save: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
         self._written_late: BackgroundSave | None = None  # a held save that is written, since somebody has asked for it
         self._last: BackgroundSave | None = None  # the newest save that is known to be made
-        self._late: BackgroundSave | None = None  # given up, and its thread may still read the staging memory
+        self._abandoned_save: BackgroundSave | None = None  # given up, and its thread may still read the staging memory
         self._lock = threading.Lock()
 
     def save(self, folder: JobFolder, draft: Commit, request: SaveRequest) -> Path:
@@ -300,8 +300,8 @@ class Saver:
         exchange = self._exchanges.of(what)
 
         def begin() -> dict[str, Any]:
-            self._storage.refuse_if(self._late is not None and not self._late.is_over, doing)
-            self._late = None
+            self._storage.refuse_if(self._abandoned_save is not None and not self._abandoned_save.is_over, doing)
+            self._abandoned_save = None
             said = exchange.begin()
             if and_then is not None:
                 and_then(said["generation"])
@@ -374,7 +374,7 @@ class Saver:
             if mode.starts:
                 save.start()
             else:
-                self._held = save
+                self._held_save = save
         except Exception as error:
             self._give_up_copying()
             save.fail(CheckpointError(_why_not_begun(error, is_staged=is_staged)))
@@ -393,7 +393,7 @@ class Saver:
     @property
     def is_holding(self) -> bool:
         """Whether a copy is held that is not written, or was written only because somebody has asked for it."""
-        return self._held is not None or self._written_late is not None
+        return self._held_save is not None or self._written_late is not None
 
     @property
     def is_idle(self) -> bool:
@@ -406,7 +406,7 @@ class Saver:
         Without a held copy it waits for the last save.
         """
         with self._lock:
-            save = self._held
+            save = self._held_save
             if save is not None:
                 self._write_late(save)
                 save.hurry(seconds)
@@ -423,7 +423,7 @@ class Saver:
         save.
         """
         with self._lock:
-            save = self._held
+            save = self._held_save
             if save is None:
                 return None
             self._write_late(save)
@@ -440,14 +440,14 @@ class Saver:
 
     def follow_others(self) -> None:
         """Begin to write the held copy if another rank has called ``begin_held``; from any thread."""
-        save = self._held
+        save = self._held_save
         if save is not None and save.is_asked_for():
             with self._lock:
-                if self._held is save:
+                if self._held_save is save:
                     self._write_late(save)
 
     def _write_late(self, save: BackgroundSave) -> None:
-        self._held, self._written_late = None, save
+        self._held_save, self._written_late = None, save
         save.start()
 
     def _give_up_copying(self) -> None:
@@ -459,7 +459,7 @@ class Saver:
     def drop_held(self) -> None:
         """Forget the held copy without writing it; where it is being written already, wait for that."""
         with self._lock:
-            self._held = None
+            self._held_save = None
         if self._written_late is not None:
             self._written_late.join(None)
             self._written_late = None
@@ -516,19 +516,19 @@ class Saver:
             try:
                 num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
             except BaseException:
-                self._under_way, self._late = None, save
+                self._under_way, self._abandoned_save = None, save
                 save.give_up(f"the save was given up while {doing}")
                 raise
             if num_late and save.is_made:
                 _logger.warning("%s is saved; old checkpoints are still being removed", save.path)
-                self._late = save
+                self._abandoned_save = save
             elif num_late:
                 save.give_up(
                     f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after the "
                     "storage, or give it more time: storage_timeout_seconds, or of a trainer timeout_seconds, half of "
                     "which the storage may take"
                 )
-                self._late = save
+                self._abandoned_save = save
             if num_late or not num_waiting:
                 return
             slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
@@ -540,7 +540,7 @@ class Saver:
         """
         self.finish_staging()
         with self._lock:
-            self._held, saves = None, [self._under_way, self._written_late]
+            self._held_save, saves = None, [self._under_way, self._written_late]
             self._under_way = self._written_late = None
         for save in saves:
             if save is None:
@@ -605,7 +605,7 @@ class Saver:
         except CheckpointError as error:
             mode.on_failed(error)
         ask()  # again, now that it is known what there is: it raises on all ranks alike
-        if self._late is not None:  # the others are to hear of that too
+        if self._abandoned_save is not None:  # the others are to hear of that too
             return self._exchange_inventories(name, what, ask, None)
         return exchange.end(name, [said for *_, said in answers])
 

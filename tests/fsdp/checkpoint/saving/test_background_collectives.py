@@ -128,7 +128,7 @@ def collectives_of_trainer(rank: int, folder: Path, way: str, overlaps: bool) ->
         assert len(collectives.seen) > num_before
         take(5)  # later ones remove what is older
         end_saves()
-        saving = trainer._session._saving
+        saving = trainer._training.saving
         saving._copy()  # as at the end of an epoch, and then a signal comes
         on_another_thread(lambda: saving._write_newest(JOIN_SECONDS), "signals")
         end_saves()

@@ -22,7 +22,7 @@ def checkpoints_of(small: Small) -> Any:
 
 
 def saving_of(small: Small) -> Any:
-    return small.trainer._session._saving
+    return small.trainer._training.saving
 
 
 def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(tmp_path: Path) -> None:

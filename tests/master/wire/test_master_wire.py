@@ -17,7 +17,7 @@ from elastic_ext.master.wire import as_dict, window_message, window_record
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.metrics import StepWindow
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WIRE = Path("elastic_ext/master/wire")
 PINNED = Path(__file__).with_name("wire_v1.json")
 """What is on the wire for good. Lines are added to it, and none of them is ever changed or taken out.
@@ -184,7 +184,7 @@ def test_a_master_and_its_callers_work_with_the_oldest_runtimes(tmp_path: Path) 
     assert told.stdout.split() == ["1.62.3", "4.25.0"], told.stderr
     files = [
         "tests/master/test_master_service.py",
-        "tests/master/test_master_wire.py",
+        "tests/master/wire/test_master_wire.py",
         "tests/master/test_master_process.py",
     ]
     done = subprocess.run(

@@ -1,8 +1,9 @@
-"""The batches of ``trainer.batches()``: those of the dataloader, epoch after epoch, for loops that count steps.
+"""The epochs of a training on this rank, begun and ended with all ranks: in ``with trainer.epoch():``, or by themselves
+in loops over ``trainer.batches()``, which count steps.
 
-A loop is left by ``break`` or by an exception, and Python ends its generator then, or later. The generator cannot tell
-one from the other, and after an exception the other ranks are elsewhere: so it does nothing that takes all ranks. The
-epoch stays open; the next batch is of the same epoch, and ``Session`` ends the epoch at a call that all ranks make.
+Such a loop is left by ``break`` or by an exception, and Python ends its generator then, or later. The generator cannot
+tell one from the other, and after an exception the other ranks are elsewhere: so it does nothing that takes all ranks.
+The epoch stays open; the next batch is of the same epoch, and the epoch ends at a call that all ranks make.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ext.data.sources import ReenteredSource, ResumableSource
 from elastic_ext.errors import ElasticError, StepError
+from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.ranks.world import World
+
+from .checks import EpochsOfSampler, SameLoading
 
 if TYPE_CHECKING:
-    from .session import Session
     from .training import Training
 
-__all__ = ["EndlessBatches", "name_epoch"]
+__all__ = ["EndlessBatches", "TrainingEpochs", "name_epoch"]
 
 _logger = logging.getLogger(__name__)
 
@@ -71,6 +75,172 @@ def name_epoch(loader: object, epoch: int) -> None:
             set_epoch(epoch)
 
 
+class TrainingEpochs:
+    """Begins and ends a training's epochs with all ranks, goes on with one that the loop has left, or gives it up."""
+
+    def __init__(self, training: Training) -> None:
+        self.is_open = False
+        """Whether an epoch was begun that was not ended, by ``with trainer.epoch()`` or by ``trainer.batches()``."""
+        self._training = training
+        self._counts, self._batches = training.counts, training.batches
+        self._bar = training.reports.bar
+        self._loading = SameLoading(training.batches, training.ranks)
+        self._sampler_epochs = EpochsOfSampler(training.batches.loader)
+        self._has_begun = False
+        self._joined: int | None = None  # the epoch in which the ranks are that this one has joined
+        self._to_begin: int | None = None  # the same, or the one that comes for them, until it has begun here
+        self.endless = EndlessBatches(self, training)
+        """What ``trainer.batches()`` gives."""
+
+    def compare_loaders(self) -> None:
+        """Raise where the ranks' dataloaders differ, and warn where replicas share nothing out; with all ranks."""
+        self._loading.compare()
+        self._loading.compare_shares(self._training.gradients.sharing.num_ranks, self._training.state.remarks)
+
+    def take_world(self, world: World) -> None:
+        """Compare with the ranks of ``world`` as epochs begin from here on."""
+        self._loading.take_world(world)
+
+    def join(self, *, is_within: bool) -> None:
+        """Note that this rank has joined others and has their counts; ``is_within`` where their epoch is under way."""
+        self._joined = self._counts.epoch if is_within else None
+        self._to_begin = self._counts.epoch if is_within else self._counts.start_epoch
+
+    def enter(self, epoch: int | None) -> int:
+        """Begin ``epoch``, by default the one after the last, for ``with trainer.epoch():``; gives its number."""
+        self.endless.make_way("trainer.epoch() was entered")
+        if self.is_open:
+            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`; leave that one first")
+        number = self._counts.epoch if epoch is None else epoch
+        self.begin(number)
+        return number
+
+    def begin(self, epoch: int) -> None:
+        """Begin ``epoch`` with all ranks, or go on with the rest of it."""
+        training, counts = self._training, self._counts
+        to_begin, self._to_begin = self._to_begin, None
+        if to_begin not in (None, epoch):
+            raise StepError(
+                f"the loop begins with epoch {epoch}, and the ranks that this one has joined are in epoch {to_begin}; "
+                "loop over range(trainer.start_epoch, num_epochs)"
+            )
+        if not self._has_begun:
+            self._has_begun = True
+            training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch))
+        self.go_on()
+        joined, self._joined = self._joined, None
+        if epoch == counts.unfinished_epoch:
+            self._begin_to_count()
+            self._go_on_with_rest()
+        elif epoch != joined:  # else the others are in the middle of it
+            self._begin_anew()
+        if epoch != joined:
+            counts.epoch = epoch
+            training.members.apply_between()
+            self._loading.compare_orders()
+            self._loading.compare_batches(training.gradients.sharing.num_ranks)
+        counts.epoch, counts.is_in_epoch, self.is_open = epoch, True, True
+        self._bar.begin(f"epoch {epoch}", self._batches.num_steps)
+
+    def go_on(self) -> None:
+        """Have the time between two steps count as time in which the loop takes a batch: if long, it is a hang."""
+        self._training.follower.heartbeat.note(Activity.BETWEEN)
+        if self._training.recorder is not None:
+            self._training.recorder.begin_epoch()
+
+    def pause(self) -> None:
+        """Have the time from here on count as outside of epochs: the loop takes no batches."""
+        self._training.follower.heartbeat.note(Activity.OUTSIDE)
+        if self._training.recorder is not None:
+            self._training.recorder.end_epoch()
+
+    def end(self, error: BaseException | None) -> None:
+        """End an epoch with all ranks; or tell them of ``error``, an exception that has left the epoch."""
+        training, counts, steps = self._training, self._counts, self._training.steps
+        self._step_out()
+        if error is not None:
+            counts.is_in_epoch = False
+            training.session.tell_failure(error)
+            return
+        try:
+            if steps.torn is not None:  # and no checkpoint is to have it
+                raise steps.torn
+            steps.pass_owed_boundary()
+            steps.drop_partial("the epoch ended before the step did")
+            steps.end_epoch()
+            training.follower.end_epoch(doubt=steps.doubt)
+        finally:
+            counts.is_in_epoch = False
+        if counts.num_steps > 0:
+            training.state.remarks.say("an order again", self._sampler_epochs.end(counts.epoch))
+        should_stop = training.session.should_stop
+        is_over = not self._is_left_early(should_stop=should_stop)
+        if is_over:
+            self._batches.leave_epoch()
+        else:
+            counts.unfinished_epoch = counts.epoch
+        if is_over or not should_stop:  # by itself trainer.epoch() is the next one, in this run
+            counts.epoch += 1
+        steps.do_first(self._begin_outside)
+        if training.saving is not None:
+            training.saving.end_epoch(is_over=is_over)
+
+    def leave_for_checkpoint(self) -> None:
+        """Leave an epoch of which nothing is to stay: training goes back to a checkpoint, which says what comes."""
+        self.endless.let_go()
+        self._counts.is_in_epoch = False
+        self._step_out()
+
+    def _step_out(self) -> None:
+        self.is_open = False
+        self.pause()
+        self._bar.end()
+
+    def _is_left_early(self, *, should_stop: bool) -> bool:
+        """Whether the loop was left before the epoch's end, as far as any rank knows."""
+        is_left = self._batches.is_left_early or (should_stop and self._batches.is_mid_epoch)
+        if not self._batches.may_end_apart:
+            return is_left
+        return self._training.ranks.sum([int(is_left)], "ending an epoch")[0] > 0
+
+    def reset(self) -> None:
+        """Begin an epoch: count its steps and its batches from zero."""
+        self.endless.make_way("trainer.reset() was called")
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.leave_unfinished()
+        self._begin_to_count()
+
+    def _begin_to_count(self) -> None:
+        self._training.steps.drop_partial("an epoch begins")
+        if self._training.saving is not None:
+            self._training.saving.begin_due()
+        self._counts.num_steps = 0
+        self._batches.begin_epoch()
+
+    def leave_unfinished(self) -> None:
+        """Give up the rest of an epoch that the loop has left, as another epoch begins."""
+        unfinished, self._counts.unfinished_epoch = self._counts.unfinished_epoch, None
+        if unfinished is not None:
+            self._counts.epoch = unfinished + 1
+            self._batches.leave_epoch()
+
+    def _go_on_with_rest(self) -> None:
+        """Go on with the rest of an epoch that the loop has left, and now comes back to."""
+        self._counts.unfinished_epoch = None
+        why_anew = self._batches.positions.go_on()
+        if why_anew is not None and self._training.ranks.rank == 0:
+            _logger.warning("%s", why_anew)
+
+    def _begin_outside(self) -> None:
+        """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
+        if not self._counts.is_in_epoch:
+            self.leave_unfinished()
+            if self._training.saving is not None:
+                self._training.saving.begin_due_in_step()
+
+
 class EndlessBatches:
     """The batches of a trainer's dataloader, epoch after epoch, for loops that count steps and not epochs.
 
@@ -79,8 +249,8 @@ class EndlessBatches:
     to train, or training ends. All ranks take batches alike.
     """
 
-    def __init__(self, session: Session, training: Training) -> None:
-        self._session = session
+    def __init__(self, epochs: TrainingEpochs, training: Training) -> None:
+        self._epochs = epochs
         self._training = training
         self._counts, self._batches = training.counts, training.batches
         self._loop: Iterator[Any] | None = None  # over the dataloader, in the epoch that is open
@@ -112,14 +282,14 @@ class EndlessBatches:
         self._num_takers += 1
         try:
             if self.is_open:
-                self._session.go_on_in_epoch()
+                self._epochs.go_on()
             while self._advance(max_steps):
                 yield self._in_hand.pop()
         finally:
             self._num_takers -= 1
             is_left_here = get_ident() == thread  # and not by another thread, whose garbage collection ends generators
             if is_left_here and self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
-                self._session.pause_epoch()
+                self._epochs.pause()
 
     def make_way(self, doing: str) -> None:
         """End the epoch that is open, for ``doing``, another way to train; StepError while a loop takes batches."""
@@ -128,11 +298,11 @@ class EndlessBatches:
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """End the epoch that is open, if one is, as ``Session.end_epoch`` does."""
+        """End the epoch that is open, if one is, as ``TrainingEpochs.end`` does."""
         is_open = self.is_open
         self.let_go()
         if is_open:
-            self._session.end_epoch(error)
+            self._epochs.end(error)
 
     def let_go(self) -> None:
         """Keep no loop over the dataloader, and with that none of its workers."""
@@ -142,9 +312,9 @@ class EndlessBatches:
 
     def _check(self, how: str) -> None:
         """Raise where training has ended, or is in an epoch that was not begun here."""
-        if self._session.has_ended:
+        if self._training.session.has_ended:
             raise ElasticError(_HAS_ENDED)
-        if self._session.is_in_epoch and not self.is_open:
+        if self._epochs.is_open and not self.is_open:
             raise StepError(_WITHIN_EPOCH.format(how))
 
     def _goes_on(self, max_steps: int | None) -> bool:
@@ -153,7 +323,7 @@ class EndlessBatches:
         if self._training.steps.is_inside:
             raise StepError(_WITHIN_STEP)
         self._training.steps.pass_owed_boundary()  # at which the other ranks may have agreed to stop
-        return not self._session.should_stop and (max_steps is None or self._counts.global_step < max_steps)
+        return not self._training.session.should_stop and (max_steps is None or self._counts.global_step < max_steps)
 
     def _advance(self, max_steps: int | None) -> bool:
         """Put the next batch in hand; False where no more are to be taken."""
@@ -177,11 +347,11 @@ class EndlessBatches:
     def _begin(self) -> None:
         """Begin the next epoch, or go on with one that was left where the dataloader can, with all ranks."""
         if not isinstance(self._batches.loader, ResumableSource):
-            self._session.leave_unfinished()
+            self._epochs.leave_unfinished()
         epoch = self._counts.epoch_to_resume
         if self._batches.source is None:
             name_epoch(self._batches.loader, epoch)
-        self._session.begin_epoch(epoch)
+        self._epochs.begin(epoch)
         self.is_open = True
 
     def _begin_loop(self) -> None:
@@ -204,7 +374,7 @@ class EndlessBatches:
         self.end(error)
         if error is not None:
             raise error
-        self._session.leave_unfinished()  # a loop that passes over batches seems to leave some behind
+        self._epochs.leave_unfinished()  # a loop that passes over batches seems to leave some behind
 
     def _why_idle(self) -> Exception:
         """The error of two epochs in a row without a step; one alone may be the rest of an epoch, with nothing left."""

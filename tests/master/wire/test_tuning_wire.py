@@ -173,8 +173,20 @@ def test_who_waits_for_workers_is_not_silent() -> None:
 def test_ranks_of_an_earlier_start_or_of_another_number_tell_nothing() -> None:
     assert told_by(reported(0, restart=1), reported(1, restart=1)) is None
     assert told_by(reported(0, world_size=4), reported(1, world_size=4)) is None
+    assert told_by(reported(0, members=3), reported(1, members=3)) is None
     assert told_by(reported(0), reported(1, num_steps=0)) is None
     assert told_by(reported(7), reported(0)) is None
+
+
+def test_after_a_change_of_members_to_as_many_ranks_no_step_of_before_counts() -> None:
+    seeing = begun()
+    seeing.take(NOW, [reported(0)])
+    seeing.expect(0, 2, members=3)
+    seeing.take(NOW + 1, [reported(1), reported(0, members=3)])
+    assert seeing.take_measurement(NOW + 1) is None
+    seeing.take(NOW + 2, [reported(1, members=3)])
+    seen = seeing.take_measurement(NOW + 2)
+    assert seen is not None and seen.num_ranks == 2
 
 
 def test_bursts_count_as_they_are_and_what_holds_training_up_is_told_apart() -> None:
