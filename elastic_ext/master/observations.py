@@ -36,7 +36,7 @@ _MOST_NAMED = 4
 _MOST_TIMES = 3.0
 """The most by which step times of ranks may differ, as a factor, since ranks take their steps together."""
 _LEAST_STEP_SECONDS = 1e-7
-_HELD_UP = (Phase.CHANGE, Phase.CHECKPOINT, Phase.ROLLED_BACK)
+_HELD_UP = (Phase.CHANGE, Phase.MEMBERSHIP, Phase.CHECKPOINT, Phase.ROLLED_BACK)
 
 
 class MeasurementRounds:

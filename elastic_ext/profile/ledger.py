@@ -275,6 +275,7 @@ class TimeUse(Enum):
     AGREEMENT = "agreement"
     CHECKPOINT = "checkpoint"
     CHANGE = "change"
+    MEMBERSHIP = "membership"
     ROLLED_BACK = "rolled-back"
     """Steps that the process itself rolled back."""
     LOST_STEPS = "again"

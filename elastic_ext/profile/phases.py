@@ -31,7 +31,8 @@ __all__ = [
 # Every moment is of one phase, so that what a rank spent in all of them adds up to the time that has passed.
 #
 # In a *measured* step hooks tell where each phase begins. Of others the trainer tells when it agrees, saves or changes
-# a config; all else within their micro-steps is ``Phase.STEP``. How many steps are measured is decided in probe.py.
+# a config or members; all else within their micro-steps is ``Phase.STEP``. How many steps are measured is decided in
+# probe.py.
 
 LEAST_SECONDS = 1e-9
 """The shortest time that counts as time; shorter ones are taken for nothing."""
@@ -67,6 +68,8 @@ class Phase(IntEnum):
     """Time outside of epochs: evaluation, for one."""
     STARTUP = 13
     """Time from the start of the process to its first step, as far as it is of no other phase."""
+    MEMBERSHIP = 14
+    """Ranks decide on other members, or go to their world."""
 
     @property
     def label(self) -> str:

@@ -29,8 +29,9 @@ _PHASES = {
     Activity.CHANGING: Phase.CHANGE,
     Activity.ENDED: Phase.OUTSIDE,
     Activity.BETWEEN: Phase.OTHER,
+    Activity.MEMBERS: Phase.MEMBERSHIP,
 }
-_BEFORE_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
+_BEFORE_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING, Activity.MEMBERS)
 """Activities after which steps may be unlike those before, and belong to another window."""
 _MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
 _MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted

@@ -165,6 +165,8 @@ class Activity(IntEnum):
     ENDED = 7
     BETWEEN = 8
     """Between two micro-steps or steps, where the loop takes the next batch."""
+    MEMBERS = 9
+    """Members come or leave, or ranks decide whether they do."""
 
 
 _STEP, _BETWEEN = int(Activity.STEP), int(Activity.BETWEEN)  # which are written faster

@@ -8,7 +8,7 @@ from math import nan
 
 from elastic_ext.profile.ledger import Ledger, TimeUse
 from elastic_ext.profile.summary import number_in_words
-from elastic_ext.records.text import size_in_words
+from elastic_ext.records.text import counted, size_in_words
 
 from .axes import (
     LEFT,
@@ -41,6 +41,7 @@ __all__ = [
     "stack_chart",
     "step_map",
     "token_chart",
+    "world_chart",
 ]
 
 
@@ -377,6 +378,34 @@ def speed_chart(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> st
         _line(points, "line-a", scale, amounts),
         width=WIDTH,
         height=_LINE_BOTTOM + 26,
+        class_="over-time",
+    )
+
+
+def world_chart(record: RunRecord, scale: TimeScale) -> str:
+    """A line of how many ranks there were, with why they came or left; empty where there were always as many."""
+    if len(record.worlds) < 2:
+        return ""
+    amounts = _scale(max(each.num_ranks for each in record.worlds) * 1.1, _LINE_LOW_BOTTOM)
+    parts = []
+    for each in record.worlds[-_MOST_BANDS:]:
+        x, right, y = scale.x(each.begin), scale.x(each.end), amounts.y(each.num_ranks)
+        words = f"{counted(each.num_ranks, 'rank')}: {each.text or 'nothing tells why'}"
+        line = tag("line", class_="of-band", x1=x, x2=max(right, x + 1.0), y1=y, y2=y)
+        band = tag("rect", class_="band", x=x, y=y, width=max(right - x, 1.0), height=amounts.bottom - y)
+        parts.append(tag("g", tag("title", text(words)), band, line))
+    return svg(
+        "world",
+        "The number of ranks, over time",
+        "A line of how many ranks trained together. Dashed lines are where some came or left.",
+        amount_axis(amounts, amount, left=LEFT, right=RIGHT),
+        time_axis(scale, _LINE_LOW_BOTTOM, top=_LINE_TOP),
+        verticals(
+            [scale.x(each.begin) for each in record.worlds[1:]], "change", top=_LINE_TOP, bottom=_LINE_LOW_BOTTOM
+        ),
+        *parts,
+        width=WIDTH,
+        height=_LINE_LOW_BOTTOM + 26,
         class_="over-time",
     )
 

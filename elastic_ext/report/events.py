@@ -19,6 +19,7 @@ __all__ = [
     "Period",
     "Quartiles",
     "Speeds",
+    "WorldSpan",
     "happenings_of",
     "history_of",
     "in_step_seconds",
@@ -28,6 +29,7 @@ __all__ = [
     "periods_of",
     "spread_of",
     "within",
+    "worlds_of",
 ]
 
 
@@ -67,6 +69,7 @@ _GROUP_OF: dict[str, Group] = {
     "membership": "membership",
     "membership-changing": "membership",
     "membership-in-force": "membership",
+    "members-changed": "membership",
     "members": "membership",
     "members-planned": "membership",
     "members-refused": "membership",
@@ -220,6 +223,42 @@ def _happening(event: JobEvent) -> Happening:
         step=event.step if event.step >= 0 else None,
         ranks=() if event.rank == _OF_AGENT else (event.rank,),
     )
+
+
+# --- how many ranks there were, and why others came or left -----------------------------------------------------------
+
+_OF_WORLDS = frozenset(("members-changed", "membership"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldSpan:
+    """A span of time in which a training had one number of ranks."""
+
+    begin: float
+    end: float
+    num_ranks: int
+    text: str
+    """Why the number of ranks became that, as the event of it says; empty where there is none."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The span as it is in the JSON of a report."""
+        return {"begin": self.begin, "end": self.end, "ranks": self.num_ranks, "text": self.text}
+
+
+def worlds_of(slices: Iterable[Slice], events: Iterable[JobEvent]) -> list[WorldSpan]:
+    """How many ranks there were when, by the slices of one rank, and why, by the events of ranks and agents."""
+    told = sorted((each for each in events if each.kind in _OF_WORLDS), key=lambda each: each.time)
+    found: list[WorldSpan] = []
+    for each in slices:
+        if each.piece is None or each.piece.window.num_steps == 0:
+            continue
+        size = each.piece.window.world_size
+        if found and found[-1].num_ranks == size:
+            found[-1] = replace(found[-1], end=each.end)
+            continue
+        text = next((event.text for event in reversed(told) if event.time <= each.end), "")
+        found.append(WorldSpan(begin=each.begin, end=each.end, num_ranks=size, text=text))
+    return found
 
 
 # --- tokens per second and MFU of a rank's windows, by what lies beside them in the run directory --------------------

@@ -42,6 +42,7 @@ from .events import (
     periods_of,
     spread_of,
     within,
+    worlds_of,
 )
 from .record import MOST_BINS, ON_PAGE, Bins, RankRecord, Remark, RunRecord, rank_record
 
@@ -534,6 +535,7 @@ class _Gathering:
             periods=tuple(
                 periods_of(self.witness, within(chosen.events, chosen.begin, chosen.end), self.witness_speeds)
             ),
+            worlds=tuple(worlds_of(self.witness, within(told, chosen.begin, chosen.end))),
             happenings=tuple(happenings_of(within(told, chosen.begin, chosen.end))),
             notes=tuple(self._notes()),
             remarks=tuple(self.judging.remarks(self._view)),

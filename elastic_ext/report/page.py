@@ -23,6 +23,7 @@ from .charts import (
     step_map,
     swatch,
     token_chart,
+    world_chart,
 )
 from .events import Quartiles
 from .markup import LABELS, MEANINGS, ORDER, amount, elapsed_in_words, moment, percent, seconds_in_words, tag, text
@@ -40,6 +41,7 @@ __all__ = [
     "rank_table",
     "summary",
     "tiles",
+    "world_table",
 ]
 
 
@@ -197,6 +199,17 @@ def config_table(record: RunRecord) -> str:
         *("against the config before", "what changed"),
     )
     return _table("Configs in force", head, _shortened(rows, len(head)), class_="wide")
+
+
+def world_table(record: RunRecord) -> str:
+    """The numbers of ranks as a table: from when on, and why; empty where there were always as many."""
+    if len(record.worlds) < 2:
+        return ""
+    rows = [
+        _row(counted(each.num_ranks, "rank"), elapsed_in_words(each.begin - record.begin), each.text[:_MOST_LENGTH])
+        for each in record.worlds
+    ]
+    return _table("Numbers of ranks", ("ranks", "from", "why"), _shortened(rows, 3), class_="wide")
 
 
 def event_table(record: RunRecord) -> str:
@@ -359,6 +372,7 @@ def page(record: RunRecord, *, made_at: float, version: str) -> str:
     parts[-1:-1] = [
         _ranks(record, maps, scale),
         _section("Configs", _CONFIG_WORDS, config_table(record)) if record.periods else "",
+        _section("Members", "", world_table(record)),
         _section("Events", "", event_table(record)),
         _footer(record, made_at, version),
     ]
@@ -423,6 +437,7 @@ def _over_time(record: RunRecord, columns: TimeColumns, scale: TimeScale) -> str
             "Bands are the middle half of each config's windows.",
             speed_chart(record, columns, scale),
         ),
+        _drawing("Ranks that train together", "", world_chart(record, scale)),
         *(
             _drawing(f"Logged: {name}", _logged_words(columns, name), logged_chart(name, record, columns, scale))
             for name in record.logged

@@ -15,7 +15,7 @@ from elastic_ext.records.logged import as_json
 from elastic_ext.records.measures import METRICS, parts_of
 from elastic_ext.records.metrics import StepWindow
 
-from .events import Happening, Period, Quartiles, Speeds, in_step_seconds, spread_of
+from .events import Happening, Period, Quartiles, Speeds, WorldSpan, in_step_seconds, spread_of
 
 __all__ = [
     "MOST_BINS",
@@ -206,6 +206,7 @@ class RunRecord:
     spent: Bins
     """Seconds of all ranks by ledger entry, in intervals of time."""
     periods: tuple[Period, ...]
+    worlds: tuple[WorldSpan, ...]
     happenings: tuple[Happening, ...]
     notes: tuple[str, ...]
     """What the report left out or had to assume, a sentence each."""
@@ -257,6 +258,7 @@ class RunRecord:
                 {**each.to_dict(), "effect": each.compared_with(before)}
                 for before, each in zip((None, *self.periods), self.periods, strict=False)
             ],
+            "worlds": [each.to_dict() for each in self.worlds],
             "events": [each.to_dict() for each in self.happenings],
             "verdicts": [each._asdict() for each in self.remarks],
             "notes": list(self.notes),

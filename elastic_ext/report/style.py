@@ -33,7 +33,8 @@ _ENTRIES: Mapping[str, tuple[str, str]] = {
     "forward": ("#1f5fa8", "#fff"), "backward": ("#4f93d2", "#0b1a2b"), "optimizer": ("#8fc1ec", "#0b1a2b"),
     "transfer": ("#12406f", "#fff"), "step": ("#6aa9de", "#0b1a2b"), "communication": ("#7f63b8", "#fff"),
     "other": ("#a9b6c6", "#16202b"), "data": ("#eda32a", "#2b1c00"), "agreement": ("#c8b7e6", "#231437"),
-    "checkpoint": ("#1a9173", "#fff"), "change": ("#e6d84a", "#2a2700"), "rolled-back": ("#e2754a", "#2b0f00"),
+    "checkpoint": ("#1a9173", "#fff"), "change": ("#e6d84a", "#2a2700"), "membership": ("#9bbf3b", "#1c2600"),
+    "rolled-back": ("#e2754a", "#2b0f00"),
     "again": ("#c44a1c", "#fff"), "startup": ("#8b8f96", "#fff"), "restart": ("#9e3d5e", "#fff"),
     "unseen": ("#6b2b3f", "#fff"), "outside": ("#bfd8c9", "#13261b"), "stopped": ("#c3c7cd", "#20242a"),
 }  # fmt: skip

@@ -204,7 +204,7 @@ class TrainingMembers:
         if version > max(self.version, self._refused):
             self._wanted, self._wanted_since = version, time.monotonic()
         if self._wanted and self._pending is None and not self._follower.agreement.leaving:
-            with self._follower.heartbeat.during(Activity.CHANGING):
+            with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._consider()
 
     def _consider(self) -> None:
@@ -373,14 +373,14 @@ class TrainingMembers:
     def apply_between(self) -> None:
         """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
         if self._pending is not None:
-            with self._follower.heartbeat.during(Activity.CHANGING):
+            with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._apply()
 
     def _apply_in_step(self) -> bool:
         """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
             return False
-        with self._follower.heartbeat.during(Activity.CHANGING):
+        with self._follower.heartbeat.during(Activity.MEMBERS):
             return not self._apply()
 
     def _apply(self) -> bool:

@@ -56,6 +56,31 @@ def shown(record: RunRecord) -> str:
     return page(record, made_at=START, version="1.2.3")
 
 
+def test_how_many_ranks_there_were_is_told_with_why_others_came_or_left(tmp_path: Path) -> None:
+    sizes = {0: 2, 100: 3, 200: 3, 300: 1}
+    windows = [first_window(START, 5.0)]
+    for place, (begin, size) in enumerate(sizes.items(), start=1):
+        windows.append(
+            window(START + 5 + begin, {"step": 99.0, "membership": 1.0}, step=9 * place, num_steps=9, world_size=size)
+        )
+    write_windows(tmp_path, 0, windows)
+    joined, left = "membership 2 at step 9: node-b joins; 3 ranks", "membership 3: node-b left or was lost"
+    write_events(tmp_path, "0", [event(START + 105.5, "members-changed", joined, step=9)])
+    write_events(tmp_path, "agent", [agent_event(START + 300, "membership", left)])
+    record = gathered(tmp_path)
+    assert [(each.begin - START, each.end - START, each.num_ranks, each.text) for each in record.worlds] == [
+        (5, 105, 2, ""),
+        (105, 305, 3, joined),
+        (305, 405, 1, left),
+    ]
+    assert record.ledger.seconds[TimeUse.MEMBERSHIP] == pytest.approx(4.0)
+    assert [each.group for each in record.happenings] == ["membership", "membership"]
+    checked = check_page(shown(record))
+    assert "Numbers of ranks" in checked.words and "Ranks that train together" in checked.words
+    assert joined in checked.words and left in checked.words
+    assert [each["ranks"] for each in record.to_dict()["worlds"]] == [2, 3, 1]  # type: ignore[attr-defined]
+
+
 # --- pages ----------------------------------------------------------------------------------------------------------
 
 

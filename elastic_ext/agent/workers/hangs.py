@@ -1,8 +1,8 @@
 """Hang detection: whether a node's workers make progress, and if not, whether that is a hang, and of which ranks; pure.
 
-Time limits hold within steps, between two steps, at boundaries and in changes of the config: a limit follows from how
-long the same took before. Outside of steps (between epochs, in an evaluation that says so) a loop may take as long as
-it likes, and others wait for it: that is reported, and is no hang.
+Time limits hold within steps, between two steps, at boundaries and in changes of config or members: a limit follows
+from how long the same took before. Outside of steps (between epochs, in an evaluation that says so) a loop may take as
+long as it likes, and others wait for it: that is reported, and is no hang.
 
 Words: a worker's *place* is how many steps it has ended, how many micro-steps of the next one, whether it has begun a
 save before that, and whether it has come to what ranks do together. A worker at another's place or behind it, that may
@@ -45,7 +45,7 @@ _LEAST_UNTIL_TOLD_AGAIN = 10.0  # seconds
 _SECONDS_IN_WORDS = re.compile(r"\b\d+ s\b")
 _MOST_BETWEEN_LOOKS = 5.0  # seconds; whoever did not look for longer, stopped or asleep, knows of no more
 _SLOW = 0.5  # of the limit
-_WITH_LIMIT = frozenset({Activity.STEP, Activity.BOUNDARY, Activity.CHANGING, Activity.BETWEEN})
+_WITH_LIMIT = frozenset({Activity.STEP, Activity.BOUNDARY, Activity.CHANGING, Activity.BETWEEN, Activity.MEMBERS})
 _TOGETHER = frozenset({Activity.STEP, Activity.BOUNDARY})
 _LONG = frozenset({Activity.STARTING, Activity.RESUMING, Activity.SAVING})
 _SAY_SO = "; what may take longer, such as an evaluation, goes into `with trainer.evaluation():`"
@@ -61,6 +61,7 @@ _WORDS = {
     Activity.CHANGING: "changing",
     Activity.ENDED: "ended",
     Activity.BETWEEN: "between two steps",
+    Activity.MEMBERS: "changing members",
 }
 
 
@@ -118,7 +119,7 @@ class HangLimits:
         if reading.activity is Activity.BETWEEN:
             least = self.long_seconds if reading.num_alike < _NUM_FIRST else self.between_seconds
             return max(least, usual, self.factor * longest_between)
-        is_first = reading.num_alike < _NUM_FIRST or reading.activity is Activity.CHANGING
+        is_first = reading.num_alike < _NUM_FIRST or reading.activity in (Activity.CHANGING, Activity.MEMBERS)
         return max(self.first_seconds, usual) if is_first else usual
 
 
