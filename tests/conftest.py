@@ -234,11 +234,12 @@ def size_line(what: str, sizes: dict[str, int], limit: int) -> str:
 
 
 def size_report(sources: dict[str, str]) -> Sequence[str]:
-    """The two lines of the report, from every file's name and text."""
+    """The two lines of the report, from every file's name and text; a long class is in a long file."""
     files = {name: len(source.splitlines()) for name, source in sources.items()}
     classes = {
         f"{name}:{class_name}": size
         for name, source in sources.items()
+        if files[name] > LONG_CLASS
         for class_name, size in class_sizes(source).items()
     }
     return [size_line("files", files, LONG_FILE), size_line("classes", classes, LONG_CLASS)]
