@@ -523,7 +523,8 @@ def epochs_taken(
     def take(epoch: int) -> None:
         with trainer.epoch(epoch):
             found.append((epoch, []))
-            for (numbers,) in run.loader:
+            for batch in run.loader:
+                numbers = batch[0]
                 with trainer.step():
                     loss = run.model(numbers.double().expand(-1, 6)).square().mean()
                     trainer.backward(run.scaler.scale(loss))
