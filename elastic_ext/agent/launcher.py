@@ -27,6 +27,7 @@ from torch.distributed.run import config_from_args
 from elastic_ext.doctor.findings import check_node
 from elastic_ext.doctor.hardware import look as look_at_machine
 from elastic_ext.doctor.hardware import version_of
+from elastic_ext.doctor.meeting import holds_store
 from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.errors import in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
@@ -259,6 +260,9 @@ class _Launch:
                 local_addr=launch.local_addr,
             )
             tasks.start()
+            if launch.max_nodes > 1 and meeting.is_dynamic and holds_store(launch.rdzv_endpoint):
+                words = f"this node has the rendezvous, {launch.rdzv_endpoint}: once it is gone no other node can join"
+                self._journal.tell("rendezvous", f"{words} or come back; the workers of those that are in go on")
             agent = self._agent(meeting, warden, tasks)
             status = self._run(agent, meeting)
         except RendezvousError as error:

@@ -104,10 +104,10 @@ def _numbers_of(host: str) -> frozenset[str]:
         return frozenset()
 
 
-def holds_store(rendezvous: Rendezvous) -> bool:
+def holds_store(endpoint: str) -> bool:
     """Whether this process hosts the store of a rendezvous, which is then gone when the process ends."""
     try:
-        _, port = parse_rendezvous_endpoint(rendezvous.endpoint, _DEFAULT_PORT)
+        _, port = parse_rendezvous_endpoint(endpoint, _DEFAULT_PORT)
     except ValueError:  # a file, for one
         return False
     listening = {

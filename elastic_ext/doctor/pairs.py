@@ -301,7 +301,7 @@ class Notes:
         """Tell the other nodes this node's hardware, and read theirs."""
         own = self._meeting.index
         hardware = self._hardware[own]
-        is_holder = holds_store(self._rendezvous)
+        is_holder = holds_store(self._rendezvous.endpoint)
         hello = Hello(pid=os.getpid(), holds_store=is_holder, hardware=hardware.to_json())
         self._meeting.tell("hello", asdict(hello))
         for index, row in self._meeting.hear_from_all("hello").items():

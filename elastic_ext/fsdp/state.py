@@ -160,7 +160,10 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lies on this rank, in the same memory, detached."""
     with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if local.layout == torch.strided and local.numel() == 1 and 0 in local.stride():
+        return local.as_strided(local.shape, [1] * local.dim())  # an expanded one has bytes that torch does not view
+    return local
 
 
 def held(name: str, tensor: torch.Tensor, box: Box, kind: Kind, is_alias_of: str | None = None) -> LocalShard:

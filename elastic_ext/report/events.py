@@ -70,6 +70,7 @@ _GROUP_OF: dict[str, Group] = {
     "membership-changing": "membership",
     "membership-in-force": "membership",
     "members-changed": "membership",
+    "rendezvous": "membership",
     "members": "membership",
     "members-planned": "membership",
     "members-refused": "membership",

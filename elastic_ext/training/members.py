@@ -119,8 +119,10 @@ class _Pending:
     drawn: Sequence[Mapping[str, Any]]
     """States of random generators by old rank, as ``TrainingState.drawn`` gives them: of all, or of the first alone
     where there are more or fewer ranks now."""
+    seats: Sequence[int]
+    """The seats of the old world, in the order of ranks."""
     seconds: float
-    """How long ranks took to decide."""
+    """How long ranks took to decide; on those that join, 0."""
 
     @property
     def new_rank(self) -> int | None:
@@ -258,6 +260,7 @@ class TrainingMembers:
             worlds=worlds,
             holder=ranks.rank,
             drawn=self._drawn(plan),
+            seats=self._seats,
             seconds=time.perf_counter() - began,
         )
         if pending.new_rank is not None:
@@ -389,7 +392,7 @@ class TrainingMembers:
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
         began, before = time.perf_counter(), ranks.world
-        old_seats, change = self._seats, None
+        change = None
         error: Exception | None = None
         if training.saving is not None:
             training.saving.come_to_rest()
@@ -424,14 +427,7 @@ class TrainingMembers:
         if pending.new_rank is None:
             self._leave(pending)
         self._settle(pending, told=None)
-        seconds = {
-            "deciding": pending.seconds,
-            "wiring": cost.wiring_seconds,
-            "forming": cost.forming_seconds,
-            "moving": cost.moving_seconds,
-            "all": pending.seconds + time.perf_counter() - began,
-        }
-        self._tell_changed(pending.plan, old_seats, seconds, cost)
+        self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before)
         return True
 
@@ -523,11 +519,19 @@ class TrainingMembers:
         self._training.session.leave("this worker has left the job")
         raise SystemExit(EXIT_STATUS)
 
-    def _tell_changed(
-        self, plan: MembershipPlan, old_seats: Sequence[int], seconds: Mapping[str, float], cost: ChangeCost
-    ) -> None:
-        """Tell of a change that was made: an event, on the first rank a line in the log, and the script's functions."""
-        follower, step = self._follower, self._follower.step
+    def _tell_changed(self, pending: _Pending, cost: ChangeCost, began: float) -> None:
+        """Tell of a change that was made: an event, on the first rank a line in the log, and the script's functions.
+
+        It was prepared from ``began`` on, in seconds of ``time.perf_counter``.
+        """
+        follower, step, plan = self._follower, self._follower.step, pending.plan
+        seconds = {
+            "deciding": pending.seconds,
+            "wiring": cost.wiring_seconds,
+            "forming": cost.forming_seconds,
+            "moving": cost.moving_seconds,
+            "all": pending.seconds + time.perf_counter() - began,
+        }
         nodes, ranks = counted(len(plan.nodes), "node"), counted(plan.world_size, "rank")
         text = (
             f"membership {plan.version} at step {step}: {plan.reason}; {nodes}, {ranks}; {seconds['all']:.2f} s "
@@ -539,10 +543,10 @@ class TrainingMembers:
             _logger.info("%s", text)
         details = {
             "version": plan.version,
-            "before": list(old_seats),
+            "before": list(pending.seats),
             "after": [member.seat for member in plan.members],
             "reason": plan.reason,
-            "seconds": dict(seconds),
+            "seconds": seconds,
             "moved_bytes": cost.sent_bytes,
             "extra_bytes": cost.extra_bytes,
             "live": True,
@@ -586,8 +590,7 @@ class TrainingMembers:
         cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         self._ready = 0
         self._settle(pending, told={})
-        seconds = {"forming": cost.forming_seconds, "all": time.perf_counter() - began}
-        self._tell_changed(pending.plan, [], seconds, cost)
+        self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before, has_joined=True)
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
@@ -657,7 +660,9 @@ class TrainingMembers:
         worlds = Worlds.between(call["seats"], new, num_local=(before, after))
         comers = [seat for seat in new if seat not in call["seats"]]
         holder = len(call["seats"]) + comers.index(self._follower.ranks.seat)
-        return _Pending(plan=plan, groups=groups, worlds=worlds, holder=holder, drawn=[], seconds=0.0)
+        return _Pending(
+            plan=plan, groups=groups, worlds=worlds, holder=holder, drawn=[], seats=call["seats"], seconds=0.0
+        )
 
     # ---- what is known ----
 

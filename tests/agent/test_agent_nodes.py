@@ -132,6 +132,7 @@ def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(
             third.wait_for("workers started")
             assert last_step(tmp_path) > before  # the round of before had trained on
             train_together(2 + num_workers, first, second, third)
+            assert sum("rendezvous" in node.kinds() for node in (first, second, third)) == 1, "one of them hosts it"
             at_join, version = cluster.wait_for_steps(3), plan_of(first).version
             second.send(signal.SIGTERM)
             assert second.end() == 143

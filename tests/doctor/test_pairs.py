@@ -209,22 +209,21 @@ def test_the_node_whose_address_is_the_endpoint_hosts_the_meeting_by_whatever_na
         config={"join_timeout": 1},
     )  # fmt: skip
     with meet(there, silence_seconds=60) as meeting:
-        assert (meeting.index, meeting.num_nodes) == (0, 1) and holds_store(there)
+        assert (meeting.index, meeting.num_nodes) == (0, 1) and holds_store(there.endpoint)
         meeting.leave({0})
 
 
 def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store(forked_jobs: None, tmp_path: Path) -> None:
-    child = "import sys; from elastic_ext.doctor.meeting import Rendezvous, holds_store;"
-    child += "sys.exit(holds_store(Rendezvous(endpoint=sys.argv[1], run_id='none', min_nodes=2, max_nodes=2)))"
+    child = "import sys; from elastic_ext.doctor.meeting import holds_store; sys.exit(holds_store(sys.argv[1]))"
     (tmp_path / "child.py").write_text(child)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        here = Rendezvous(endpoint=f"127.0.0.1:{listening.getsockname()[1]}", run_id="none", min_nodes=2, max_nodes=2)
+        here = f"127.0.0.1:{listening.getsockname()[1]}"
         assert not holds_store(here)
         listening.listen()
         assert holds_store(here)
-        assert not holds_store(dataclasses.replace(here, endpoint="/a/file"))
-        with begun([str(tmp_path / "child.py"), here.endpoint], env=os.environ) as process:
+        assert not holds_store("/a/file")
+        with begun([str(tmp_path / "child.py"), here], env=os.environ) as process:
             assert process.communicate(timeout=DEADLINE_SECONDS)[0] == ""
             assert process.wait() == 0
 

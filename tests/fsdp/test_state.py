@@ -219,6 +219,15 @@ def test_dimensions_of_one_that_were_expanded_are_no_fault() -> None:
     assert held.box == Box.whole((1, 3))
 
 
+def test_one_element_that_was_expanded_has_its_bytes_given_in_place() -> None:
+    one = torch.tensor(2.0)
+    (held,) = held_of_model(holding(one.expand(1, 1))).tensors
+    memory = memory_of(held.tensor)
+    assert memory is not None
+    memory[:] = torch.tensor(3.0).numpy().tobytes()
+    assert one == 3.0
+
+
 def test_unknown_dtype_of_a_checkpoint_is_named() -> None:
     with pytest.raises(ValueError, match="F4 is not a dtype that torch"):
         dtype_of("F4")

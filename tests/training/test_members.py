@@ -131,7 +131,11 @@ def test_two_ranks_become_three_and_two_again_as_by_checkpoints_and_restarts(
     for seat in (0, 2):
         record = record_of(job, seat)
         assert record is not None and (record.version, record.refused, record.why_restart) == (3, 0, "")
-        assert [event.details["version"] for event in events_of(job, seat, "members-changed")] == [2, 3]
+        joined_at, left_at = (event.details for event in events_of(job, seat, "members-changed"))
+        assert (joined_at["version"], joined_at["before"], joined_at["after"]) == (2, [0, 1], [0, 1, 2])
+        assert (left_at["version"], left_at["before"], left_at["after"]) == (3, [0, 1, 2], [0, 2])
+        parts = ("deciding", "wiring", "forming", "moving", "all")
+        assert tuple(joined_at["seconds"]) == tuple(left_at["seconds"]) == parts  # type: ignore[arg-type]
 
 
 def test_shards_of_two_copies_become_four_and_two_again(ranks: RankPool, tmp_path: Path, port: int) -> None:

@@ -527,13 +527,17 @@ def _made(parameter: nn.Parameter, kind: str, told: Sequence[Any]) -> object:
 
 
 def _without_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a parameter's shape, spread as the parameter is, that takes no memory."""
-    zero = torch.zeros((), dtype=dtype, device=parameter.device)
+    """A tensor of a parameter's shape, spread as the parameter is, that takes no memory but that of one element."""
+    zero = torch.zeros(1, dtype=dtype, device=parameter.device)
+
+    def spread(shape: torch.Size) -> torch.Tensor:
+        return zero.view(shape) if shape.numel() == 1 else zero.expand(shape)  # of one element it is the whole tensor
+
     if not isinstance(parameter, DTensor):
-        return zero.expand(parameter.shape)
+        return spread(parameter.shape)
     shape = tuple(parameter.shape)
     return DTensor.from_local(
-        zero.expand(parameter._local_tensor.shape),
+        spread(parameter._local_tensor.shape),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
