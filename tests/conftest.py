@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.support.pages import use_large_pages
+
 if TYPE_CHECKING:
     from tests.support.ranks import RankPool
 
@@ -76,7 +78,10 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
+    """Tests of worker processes fork this one, which is large where it is one of several that have collected all."""
     gc.enable()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        use_large_pages()
 
 
 @pytest.fixture(scope="module", autouse=True)

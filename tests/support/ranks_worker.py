@@ -44,6 +44,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from tests.support.pages import use_large_pages
+
 __all__ = [
     "NURSERY_REPLY",
     "NURSERY_REQUEST",
@@ -145,6 +147,8 @@ def nursery_main(descriptor: int, folder: str) -> None:
     inspect.stack()  # finds out, once for all, which file is which module's
     gc.collect()
     gc.freeze()  # collections in the workers become cheap, and the memory of torch stays shared
+    if "PYTEST_XDIST_WORKER" in os.environ:  # where there are many tests
+        use_large_pages()
     children: set[int] = set()
     with socket.socket(fileno=descriptor) as requests:
         while True:
