@@ -376,7 +376,7 @@ class Agreement:
         self._pulsed_boundary = self._num_boundaries
         self._lag = Lag(patience_seconds=self._lag_warning_seconds)
         self._broken = None
-        self._rounds.warns = world.is_first_here  # the rank that has warned so far may have left
+        self._rounds.warns |= world.is_first_here  # the rank that has warned so far may have left
         self.rouse()
 
     def know_members(self, version: int) -> None:

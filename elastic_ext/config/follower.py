@@ -464,13 +464,18 @@ class ConfigFollower:
         """
         self.heartbeat = self.agreement.appliers.heartbeat = heartbeat
 
+    @property
+    def warns(self) -> bool:
+        """Whether this rank is the one to warn of files that other ranks of its machine read too."""
+        return self._watcher is not None and self._watcher.warns
+
     def take_world(self, world: World) -> None:
         """Go on with the ranks of ``world``, between two steps: whatever here knows its ranks is told of them.
 
-        The first rank of each machine is the one to warn of a config file from here on.
+        Who has warned of a file may have left: the first rank of a machine does from here on, besides those that did.
         """
         if self._watcher is not None:
-            self._watcher.warns = world.is_first_here
+            self._watcher.warns |= world.is_first_here
         for each in (self.heartbeat, self.agreement, self.reports):
             each.take_world(world)
 

@@ -148,7 +148,7 @@ class TrainingMembers:
             self._watcher = PlanWatcher(
                 settings.run_dir / MEMBERSHIP_FILE,
                 poll_seconds=settings.poll_seconds,
-                warns=training.ranks.world.is_first_here,
+                warns=training.follower.warns,
             )
         self.answer_seconds = ANSWER_SECONDS
         """How long joiners are waited for, once they are called."""
@@ -464,7 +464,7 @@ class TrainingMembers:
         session.take_world(ranks.world)
         self._on_world(ranks.world)
         if self._watcher is not None:
-            self._watcher.warns = ranks.world.is_first_here
+            self._watcher.warns = self._follower.warns
         training.steps.weigh_anew()
         training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
         self._write()

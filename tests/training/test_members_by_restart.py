@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
@@ -93,14 +98,25 @@ def why(
             model = DistributedDataParallel(model, static_graph=kind == "ddp, static")
             if kind == "ddp, hook":
                 model.register_comm_hook(None, _hook)
+        elif kind == "FSDP1":
+            model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        elif kind == "TP":
+            parallelize_module(model, init_device_mesh("cpu", (1,)), ColwiseParallel())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "accelerate":
+            accelerator = Accelerator(cpu=True)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            options = {"accelerator": accelerator}
         trainer = trainer_of(job.folder, model, loader, **options)
         if kind == "spread":
             trainer.parallelize(model, ParallelPlan(strategy="no_shard"))
         if "on_members" in kind:
             trainer.parallelize(model, ParallelPlan(strategy="no_shard"))
             trainer.on_members(print)
-        trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer.prepare(optimizer)
         trainer.close()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
     return MemberRecord.from_json(member_file(job.run_dir(0), 0).read_text()).why_restart
 
 
@@ -124,6 +140,9 @@ def _hook(state: object, bucket):  # type: ignore[no-untyped-def]
         (fine, {}, "ddp, hook", "a communication hook"),
         (with_own_group, {}, "spread", "the script has made 1 process group of its own, which would end"),
         (with_own_group, {}, "on_members", ""),
+        (fine, {}, "FSDP1", "FSDP1 shards a model when it is wrapped, and not again"),
+        (fine, {}, "TP", "parameters of the model are split over the ranks by tensor parallelism"),
+        (as_torchs, {}, "accelerate", "accelerate has prepared the model, and keeps a world of its own"),
     ],
 )
 def test_why_members_change_by_a_restart_alone_is_known_at_prepare(

@@ -130,6 +130,7 @@ def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> R
 # --- a model and the plan by which it lies on its ranks: put on it, and changed while it is trained ------------------
 
 _NOT_SPREAD = "the model is not spread; call trainer.parallelize(model, plan) first"
+_SPLIT = "parameters of the model are split over the ranks by tensor parallelism, for this number of ranks"
 _PLAIN = "there is no process group to shard the model over; call torch.distributed.init_process_group() first"
 
 
@@ -220,8 +221,10 @@ class Spread:
     def why_not_other_ranks(self) -> str | None:
         """Why no rank can come to this model, or leave it, while it trains; None where that is not known before."""
         self.look()
-        if self.why_not is not None or self.plan is None:
-            return self.why_not or _NOT_SPREAD
+        if self.why_not is not None:
+            return self.why_not
+        if self.plan is None:
+            return _SPLIT if any(isinstance(part, DTensor) for part in self.model.parameters()) else _NOT_SPREAD
         try:
             make_sure_of_torch()
             make_sure_of_meshes()
