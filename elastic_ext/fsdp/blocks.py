@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any, NoReturn, TypeAlias
 
@@ -75,9 +75,47 @@ def recompute(blocks: Sequence[nn.Module], ratio: float) -> None:
         if state is None:
             if not is_chosen:
                 continue
-            _composable()(block)
+            passed = _PassedBlock()
+            block.register_forward_pre_hook(passed.note)  # called before that of composable checkpointing
+            _composable()(block, context_fn=passed.contexts)
             state = _recomputing(block)
         state.enable_hook = is_chosen
+
+
+class _PassedBlock:
+    """Which block is computed: a model's copy has the hooks of the model, so they are not of one block alone."""
+
+    def __init__(self) -> None:
+        self._block: nn.Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PassedBlock:
+        return self
+
+    def note(self, block: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Note that a pass comes to ``block``."""
+        self._block = block
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The contexts in which the block is computed, and computed again."""
+        assert self._block is not None
+        return nullcontext(), _with_copies_of_buffers(self._block)
+
+
+@contextmanager
+def _with_copies_of_buffers(block: nn.Module) -> Iterator[None]:
+    """A context in which a block's modules have copies of their buffers, so that a pass changes none of them.
+
+    A BatchNorm would count a batch twice that is computed again. The buffers themselves come back as they were: a graph
+    that has kept one is not to see it change.
+    """
+    buffers = [(part, dict(part._buffers)) for part in block.modules() if part._buffers]
+    try:
+        for part, own in buffers:
+            part._buffers.update({name: None if each is None else each.clone() for name, each in own.items()})
+        yield
+    finally:
+        for part, own in buffers:
+            part._buffers.update(own)
 
 
 class RecomputeTrial:

@@ -55,7 +55,9 @@ def _address(tensor: torch.Tensor) -> tuple[torch.device, object]:
 _SHARDED = (
     "the script gave the model whole, and it is sharded now ({strategy} on {num_ranks} ranks): its state_dict() holds "
     "this rank's part of each parameter, as a DTensor; call trainer.model_state_dict() on all ranks, and save what "
-    "rank 0 gets: whole tensors, by the same names without `module.`"
+    "rank 0 gets: whole tensors, by the same names without `module.`. Averages of parameters (EMA) are sharded along "
+    "where they are tensors in a dict by the parameters' names, given to trainer.register_state(); those in a module "
+    "of their own stay whole, and do not go together with shards"
 )
 _GATHERS = ("torch.distributed.checkpoint", "elastic_ext.")  # their own calls of state_dict() know of shards
 

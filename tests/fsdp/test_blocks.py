@@ -415,6 +415,44 @@ def test_a_copy_of_a_model_that_is_computed_again_is_trained_by_itself() -> None
     assert (_pass(model)[0], _pass(other)[0]) == ([1, 1], [2, 2])
 
 
+class Normed(nn.Module):
+    """A block that keeps statistics of its batches, and a count of its passes in a buffer that is another each time."""
+
+    passes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("passes", torch.zeros(1))
+        self.register_buffer("none", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes = self.passes + 1
+        result: torch.Tensor = self.norm(self.inner(inputs)).relu()
+        return result
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_buffers_that_a_pass_changes_are_changed_once_where_it_is_computed_again(is_copied: bool) -> None:
+    torch.manual_seed(0)
+    usual = nn.Sequential(*(Normed() for _ in range(3)))
+    again = copy.deepcopy(usual)
+    recompute(blocks_of(again), 1.0)
+    again = copy.deepcopy(again) if is_copied else again
+    held = [id(buffer) for name, buffer in again.named_buffers() if "norm" in name]
+    for _ in range(3):
+        inputs = torch.randn(4, 8)
+        for model in (usual, again):
+            for part in (inputs[:2], inputs[2:]):
+                model(part).square().sum().backward()
+    assert all(torch.equal(one, other) for one, other in zip(usual.buffers(), again.buffers(), strict=True))
+    assert usual.state_dict().keys() == again.state_dict().keys()
+    for one, other in zip(usual.parameters(), again.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+    assert held == [id(buffer) for name, buffer in again.named_buffers() if "norm" in name]
+    assert int(again[0].norm.num_batches_tracked) == 6 and int(again[0].passes) == 6
+
+
 def test_what_stands_against_computing_again_is_told() -> None:
     words = "activation_checkpoint is given, and no repeated blocks were found; name them with units="
     model = nn.Sequential(*_blocks(2))
