@@ -140,7 +140,10 @@ class FilesConfig:
         deadline = time.monotonic() + _JUDGED_SECONDS
         while True:
             for event in self._look():
-                if event.details.get("version") != new.version:
+                version = event.details.get("version")
+                if event.kind == "config-applied" and isinstance(version, int) and version > new.version:
+                    return self._overtaken(new, version, event.step)
+                if version != new.version:
                     continue
                 if event.kind == "config-applied":
                     on_all = f" on all {newest.world_size} ranks" if newest.world_size > 1 else ""
@@ -152,6 +155,16 @@ class FilesConfig:
                 words = f"not in force after {_JUDGED_SECONDS:g} seconds: ranks take it between two steps"
                 return JobAnswer(outcome="pending", words=f"{words}; `elastic-ext status` says when it is")
             threading.Event().wait(_LOOK_SECONDS)
+
+    def _overtaken(self, new: ElasticConfig, version: int, step: int) -> JobAnswer:
+        """What became of ``new``, which the job never took: a later version came into force at ``step``."""
+        config = next((each.config for each in self.entries() if each.config.version == version), None)
+        later = {} if config is None else config.values()
+        lost = [f"{key}={later.get(key, 'unset')}" for key, value in new.values().items() if later.get(key) != value]
+        has = f"has {', '.join(lost)} instead" if lost else "has the same values"
+        why = f" ({config.reason})" if config is not None and config.reason else ""
+        words = f"version {version}{why} came after it, {has}, and is in force from step {step}"
+        return JobAnswer(outcome="pending" if lost else "in force", words=words, step=None if lost else step)
 
     def taken(self, version: int) -> tuple[int, int] | None:
         """None: of a config file nobody tells which nodes have taken a version."""

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_ext import ConfigFollower, ElasticConfig, ElasticDataLoader, follow_config
 from elastic_ext.cli import main
+from elastic_ext.config.history import ConfigEdit, ConfigHistory
 from tests.support.training import make_data, make_model, trainer_of
 
 END_SECONDS = 60.0
@@ -269,6 +270,31 @@ def test_what_was_set_for_a_later_step_is_told_to_come_with_the_next_version_whi
     assert job.run("set", "user.d=1", "--json") == 0
     said = json.loads(job.out.replace("step N", "step 0"))["early"]
     assert said == f"{early.format(4, 3, 0, 'user.a, user.b, user.c')}; --at-step 0 would keep it waiting"
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [
+        ({"user.b": 2}, "version 2 (another) came after it, has the same values, and is in force from step N"),
+        ({"user.a": 3}, "version 2 (another) came after it, has user.a=3 instead, and is in force from step N"),
+    ],
+)
+def test_a_version_that_a_later_one_overtakes_is_told_with_what_is_in_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], later: dict[str, object], words: str
+) -> None:
+    with training(tmp_path) as follower:
+        history = ConfigHistory(tmp_path / "config.json")
+
+        def step() -> None:
+            held = history.current()
+            if held is not None and held.version == 1:  # as a tuner's may come, before a step has seen the first one
+                history.set(ConfigEdit(later, reason="another"))
+            elif held is not None:
+                follower.boundary()
+
+        job = Job(tmp_path, follower, capsys, step)
+        assert job.run("set", "user.a=1") == 0
+        assert words in job.out, job.out
 
 
 def test_what_was_set_for_a_step_that_the_job_has_come_to_is_not_early(job: Job) -> None:
