@@ -73,6 +73,20 @@ LINES = (
         claim="elastic-run takes",
     ),
     Line(
+        what="the same, while workers go on (`--members=live`)",
+        peer="`torchrun`",
+        benchmark="members",
+        table="A node joins two, DDP: live over others",
+        claim="live over torchrun",
+    ),
+    Line(
+        what="the same, beside replicas that agree in each step and lose samples",
+        peer="torchft",
+        benchmark="members",
+        table="A node joins two, DDP: live over others",
+        claim="live over torchft",
+    ),
+    Line(
         what="no step after a worker was killed",
         peer="`torchrun`",
         benchmark="launcher",

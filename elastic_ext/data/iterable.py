@@ -409,7 +409,7 @@ def _warn_of_more(progress: StreamsProgress, told_length: int) -> None:
     warnings.warn(
         f"Length of IterableDataset was reported to be {told_length} (when accessing len(dataloader)), but "
         f"{num_samples} samples have been fetched. {advice}",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

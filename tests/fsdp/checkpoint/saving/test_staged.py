@@ -515,7 +515,8 @@ def test_what_another_process_of_the_rank_has_left_is_never_mixed_with_what_come
 
 
 def test_storage_whose_name_is_no_utf8_has_copies_too(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, f"{os.fsdecode(b'/caf' + bytes([0xE9]))}/{JOB}", seat=0, rank_now=lambda: 0)
+    owner = f"{os.fsdecode(b'/caf' + bytes([0xE9]))}/{JOB}"
+    shelf = Shelf(tmp_path, owner, seat=0, rank_now=lambda: 0, room_in=lambda folder: 1 << 20)  # on however full a disk
     pages = shelf.pages(shelf.begin() or 0, 4096)
     assert pages is not None and len(pages) == 4096
 
