@@ -66,14 +66,7 @@ LINES = (
         claim="full_shard to no_shard: live takes",
     ),
     Line(
-        what="no step while a node joins",
-        peer="`torchrun`",
-        benchmark="launcher",
-        table="No step: a node joins",
-        claim="elastic-run takes",
-    ),
-    Line(
-        what="the same, while workers go on (`--members=live`)",
+        what="no step while a node joins (`--members=live`)",
         peer="`torchrun`",
         benchmark="members",
         table="A node joins two, DDP: live over others",
