@@ -15,12 +15,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-config test test-slow test-gpu test-peers test-torch test-wheel lint bench bench-whole gpu \
+.PHONY: help demo demo-config demo-members test test-slow test-gpu test-peers test-torch test-wheel lint bench bench-whole gpu \
     results docs docs-online stubs clean
 
 help:
 	@echo "make demo       a training job that starts badly and tunes itself while it trains"
 	@echo "make demo-config    one whose configuration a person changes while it trains"
+	@echo "make demo-members   one that a second node joins and leaves while it trains"
 	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
 	@echo "make test-peers torch's own tests of its DataLoader with ours in its place: CHECKOUT=/path/to/torchdata's repository"
 	@echo "make test-torch import, smoke and seam tests on another torch: TORCH=2.11.0, or TORCH=newest"
@@ -60,6 +61,9 @@ $(BENCH_READY): $(READY)
 
 demo: $(READY)
 	@$(BIN)/python -m examples.tunes_itself $(ARGS)
+
+demo-members: $(READY)
+	@$(BIN)/python -m examples.nodes_come_and_go
 
 demo-config: $(READY)
 	$(BIN)/python -m examples.live_config

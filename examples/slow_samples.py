@@ -57,7 +57,12 @@ def make_model() -> nn.Module:
     )
 
 
-def train(options: argparse.Namespace, rank: int) -> None:
+def is_first() -> bool:
+    """Whether this is rank 0 now; asked each time, as members may come and go while this process trains."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def train(options: argparse.Namespace) -> None:
     """Train as many steps as the knob ``steps`` says, or until the job is told to stop."""
     loader = ElasticDataLoader(StoredSamples(options.read_seconds), batch_size=1, num_workers=0, shuffle=True)
     model: nn.Module = make_model()
@@ -73,7 +78,7 @@ def train(options: argparse.Namespace, rank: int) -> None:
     optimizer = trainer.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
     told_at, told_step, checksum = time.monotonic(), -1, 0
     with trainer, ExitStack() as stack:
-        samples = stack.enter_context(open(options.samples, "a")) if options.samples and rank == 0 else None
+        samples = stack.enter_context(open(options.samples, "a")) if options.samples else None
         for epoch in range(trainer.start_epoch, 1000):
             with trainer.epoch(epoch):
                 for features, labels, numbers in loader:
@@ -86,12 +91,12 @@ def train(options: argparse.Namespace, rank: int) -> None:
                     if not trainer.sync_gradients:
                         continue
                     step = trainer.global_step
-                    if samples is not None:
+                    if samples is not None and is_first():
                         print(step, f"{checksum:08x}", file=samples, flush=True)
                     checksum = 0
                     told_step = step - 1 if told_step < 0 else told_step
                     seconds = time.monotonic() - told_at
-                    if rank == 0 and seconds >= options.log_seconds:
+                    if is_first() and seconds >= options.log_seconds:
                         rate = (step - told_step) * options.global_batch_size / seconds
                         print(
                             f"step {step}: {rate:.0f} samples/s, loss {loss.item():.3f}, "
@@ -124,7 +129,7 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if world_size > 1:
         dist.init_process_group("gloo")
-    train(options, rank)
+    train(options)
     if world_size > 1:
         dist.destroy_process_group()
 

@@ -34,24 +34,28 @@ class Training:
         script: Path,
         *given: str,
         launcher: Sequence[str] = (),
+        meets: Sequence[str] = ("--standalone",),
+        node: int = 0,
         shown: Callable[[str], str | None] = str,
     ) -> None:
         """``given`` goes to the script, ``launcher`` to elastic-run; the script counts samples in samples.txt.
 
-        ``shown`` gives what is echoed of a line; None for nothing.
+        ``meets`` says how nodes find each other; a ``node`` that is not the first has a run directory within that of
+        the first, whose name begins its lines. ``shown`` gives what is echoed of a line; None for nothing.
         """
-        self.run_directory = run_directory
-        self.config_file = run_directory / "config.json"
+        self.run_directory = run_directory if node == 0 else run_directory / f"node-{node}"
+        self._mark = "  |" if node == 0 else f"  node {node} |"
+        self.config_file = self.run_directory / "config.json"
         self._samples = run_directory / "samples.txt"
         self._shown = shown
         self._deadline = time.monotonic() + deadline_seconds
         self._lines: list[str] = []
         self._more = threading.Condition()
-        run = ["-m", "elastic_ext.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=1", *launcher]
+        run = ["-m", "elastic_ext.run", *meets, f"--nproc-per-node={NUM_RANKS}", "--max-restarts=1", *launcher]
         saving = [f"--checkpoints={run_directory / 'checkpoints'}", f"--samples={self._samples}"]
         self._process = subprocess.Popen(
             [sys.executable, *run, str(script), *given, *saving],
-            env={**os.environ, "ELASTIC_EXT_RUN_DIR": str(run_directory), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "ELASTIC_EXT_RUN_DIR": str(self.run_directory), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -120,6 +124,13 @@ class Training:
         pids = re.findall(rf"\b{rank} \(pid (\d+)\)", self.wait_for_line("workers started"))
         os.kill(int(pids[0]), signal.SIGKILL)
 
+    def pids(self) -> list[str]:
+        """Of all workers that the agent has ever started."""
+        told = (
+            event["text"] for event in self._read_events("events-agent.jsonl") if event["kind"] == "workers-started"
+        )
+        return [pid for text in told for pid in re.findall(r"\(pid (\d+)\)", text)]
+
     def account(self) -> list[str]:
         """What the agent and rank 0 wrote down, in order, with the seconds since the start."""
         events = [(event, "agent") for event in self._read_events("events-agent.jsonl")]
@@ -183,7 +194,7 @@ class Training:
         for line in self._process.stdout:
             shown = self._shown(line.rstrip())
             if shown is not None:
-                print(f"  | {shown}", flush=True)
+                print(f"{self._mark} {shown}", flush=True)
             with self._more:
                 self._lines.append(line.rstrip())
                 self._more.notify_all()

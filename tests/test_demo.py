@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from examples import tunes_itself
+from examples import nodes_come_and_go, tunes_itself
 from examples.live_config import check, main
 from examples.training_job import DemoError, Training
 
@@ -21,6 +21,10 @@ class Finished:
         self._versions = versions
         self._result = result
         self._taken = taken
+        self.num_processes = 2
+
+    def pids(self) -> list[str]:
+        return [*map(str, range(self.num_processes))]
 
     def versions_applied(self) -> set[int]:
         return self._versions
@@ -161,3 +165,26 @@ def test_the_demo_of_tuning_shows_one_of_four_of_the_scripts_lines_and_the_begin
 
 def test_the_demo_of_tuning_exits_with_an_error_when_its_time_is_up() -> None:
     assert tunes_itself.main(deadline_seconds=0.5) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "checksums", "fault"),
+    [
+        (4, {1: ["a"]}, "workers of the first node were restarted"),
+        (2, {2: ["a"]}, "left out"),
+        (2, {1: ["a", "a"]}, "taken twice"),
+    ],
+)
+def test_the_demo_of_members_fails_when(num_processes: int, checksums: dict[int, list[str]], fault: str) -> None:
+    finished = Finished(set(), "", {}, checksums)
+    finished.num_processes = num_processes
+    with pytest.raises(DemoError, match=fault):
+        nodes_come_and_go.check(cast(Training, finished))
+
+
+def test_the_demo_of_members_passes_when_everything_happened() -> None:
+    nodes_come_and_go.check(cast(Training, Finished(set(), "", {}, {1: ["a"], 2: ["b"]})))
+
+
+def test_the_demo_of_members_exits_with_an_error_when_its_time_is_up() -> None:
+    assert nodes_come_and_go.main(deadline_seconds=0.5) == 1

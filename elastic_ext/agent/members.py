@@ -374,7 +374,7 @@ class Membership:
             self._journal.tell(
                 "members-planned",
                 told,
-                plan=settled.plan.version,
+                plan=(settled.then or settled.plan).version,
                 mode="restart" if decision.kind == "start" else "live",
                 joined=list(decision.joined),
                 left=list(decision.left),

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -32,6 +33,7 @@ _WAYS = "--run-dir DIR, or --job NAME"
 _KINDS = ("members", "members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
 _NUM_CHANGES = 10
 _MOST_EVENT_BYTES = 4 << 20
+_SECONDS = re.compile(r"[\d.]+ s without a step")
 _DONE, _FAILED, _REFUSED = 0, 1, 2
 
 
@@ -133,9 +135,7 @@ def view_of(plan: MembershipPlan, records: Sequence[MemberRecord | None], events
     whys = [each.why_restart for each in said if each.why_restart]
     changes = [each for each in events if each.kind != "membership"]
     planned = next((each for each in reversed(changes) if each.kind == "members-planned"), None)
-    is_over = planned is not None and any(
-        each.time >= planned.time and each.kind in ("membership-in-force", "members-refused") for each in changes
-    )
+    is_over = planned is not None and any(_ends(each, planned) for each in changes if each.time >= planned.time)
     is_restart = planned is not None and planned.details.get("mode") == "restart"
     return MembersView(
         plan=plan,
@@ -145,6 +145,12 @@ def view_of(plan: MembershipPlan, records: Sequence[MemberRecord | None], events
         planned=None if is_over or is_restart else planned,
         changes=tuple(events[-_NUM_CHANGES:]),
     )
+
+
+def _ends(event: JobEvent, planned: JobEvent) -> bool:
+    """Whether an event says that a planned change is over; where a node is to join once others have left, both are."""
+    of_plan = event.kind == "membership-in-force" and event.details.get("plan") == planned.details.get("plan")
+    return of_plan or event.kind == "members-refused"
 
 
 def members_in_words(view: MembersView) -> list[str]:
@@ -198,9 +204,11 @@ def _records_in(folder: Path, plan: MembershipPlan) -> list[MemberRecord | None]
 
 
 def _once(events: Sequence[JobEvent]) -> list[JobEvent]:
-    """The events without those that agents of several nodes have written alike."""
-    seen: set[tuple[str, str]] = set()
-    return [each for each in events if (each.kind, each.text) not in seen and not seen.add((each.kind, each.text))]  # type: ignore[func-returns-value]
+    """The events without those that agents of several nodes, or several workers, have written alike."""
+    found: dict[tuple[str, str], JobEvent] = {}
+    for each in events:
+        found.setdefault((each.kind, _SECONDS.sub("", each.text)), each)  # which each worker measures by itself
+    return [*found.values()]
 
 
 def _plan_in(folder: Path) -> MembershipPlan | None:

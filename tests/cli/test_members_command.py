@@ -68,8 +68,10 @@ def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:
     assert "under way: membership 4 is planned" in members_in_words(view)
     assert "  seat 5 (pid 15) ready to join by membership 4" in members_in_words(view)
     for kind in ("membership-in-force", "members-refused"):
-        view = view_of(PLAN, [record(0)], [PLANNED, event(kind, "it has ended", 6.0)])
+        view = view_of(PLAN, [record(0)], [PLANNED, event(kind, "it has ended", 6.0, plan=4)])
         assert view.planned is None and "it has ended" in members_in_words(view)[-1]
+    left = event("membership-in-force", "membership 3 is in force", 6.0, plan=3)
+    assert view_of(PLAN, [record(0)], [PLANNED, left]).planned == PLANNED, "who is to join after that is not in yet"
     anew = replace(PLANNED, details={"mode": "restart"})
     assert view_of(PLAN, [record(0)], [anew]).planned is None
 
@@ -79,10 +81,14 @@ def test_what_files_say_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFi
     member_file(tmp_path, 0).write_text(record(0).to_json())
     member_file(tmp_path, 1).write_text("damaged")
     (tmp_path / EVENTS_FILE).write_text(f"{PLANNED.to_json()}\n")
+    for seat in (0, 1):
+        text = f"membership 3 at step 8: b-1 joins; 0.1{seat} s without a step"
+        (tmp_path / f"events-{seat}.jsonl").write_text(f"{event('members-changed', text, 4.0, version=3).to_json()}\n")
     assert main(["members", "--run-dir", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["version"] == 3 and told["is_live"] is None and told["warming"] == []
-    assert told["planned"]["text"] == told["changes"][0]["text"] == "membership 4 is planned"
+    assert told["planned"]["text"] == told["changes"][1]["text"] == "membership 4 is planned"
+    assert len(told["changes"]) == 2, "what workers tell alike is told once"
 
 
 def test_where_there_is_no_plan_or_no_agent_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
