@@ -31,8 +31,12 @@ JOB = ("-m", "tests.support.elastic_job")
 
 
 def started(
-    tmp_path: Path, *arguments: str, launch: tuple[str, ...] = (), launcher: tuple[str, ...] = FORKING_RUN
+    tmp_path: Path,
+    *arguments: str,
+    launch: tuple[str, ...] = ("--master=off",),
+    launcher: tuple[str, ...] = FORKING_RUN,
 ) -> Node:
+    """A node of two workers that train, by default without a master, whose start takes as long as a worker's."""
     options = ["--standalone", "--nproc-per-node=2", *launch]
     return Node(tmp_path / "node", [*options, *JOB, str(tmp_path), *arguments], launcher=launcher)
 
@@ -49,7 +53,7 @@ def held(folder: Path, step: int, *, ranks: int = 2) -> bool:
 
 def test_a_worker_that_is_killed_is_named_and_training_goes_on_from_what_all_ranks_had_staged(tmp_path: Path) -> None:
     arguments = ("--steps=16", "--every=4", "--full-from=6", "--hold-at=10")
-    with nodes(started(tmp_path, *arguments, launch=("--max-restarts=1",))) as (node,):
+    with nodes(started(tmp_path, *arguments, launch=("--master=off", "--max-restarts=1"))) as (node,):
         node.wait_for("No space left")
         until(lambda: held(tmp_path, 10))
         (tmp_path / "go").touch()
@@ -78,7 +82,7 @@ def test_workers_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
 
 def test_sigterm_ends_all_with_a_checkpoint_from_which_the_next_start_resumes_and_says_so(tmp_path: Path) -> None:
     job = ("--steps=100000", "--pace=0.05", "--every=100000")
-    with nodes(started(tmp_path, *job, launcher=ELASTIC_RUN)) as (node,):  # its workers are new interpreters
+    with nodes(started(tmp_path, *job, launch=(), launcher=ELASTIC_RUN)) as (node,):  # its workers are new interpreters
         until(lambda: last_step(tmp_path) > 3 or None)
         node.send(signal.SIGTERM)
         assert node.end() == 143
@@ -121,7 +125,7 @@ while True:
 def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> None:
     script = tmp_path / "deaf.py"
     script.write_text(DEAF)
-    launch = ("--standalone", "--nproc-per-node=2", "--shutdown-timeout=2")
+    launch = ("--standalone", "--master=off", "--nproc-per-node=2", "--shutdown-timeout=2")
     with nodes(Node(tmp_path / "node", [*launch, str(script), str(tmp_path)])) as (node,):
         until(lambda: len(list(tmp_path.glob("deaf-*"))) == 2 or None)
         workers = node.workers()
@@ -184,7 +188,7 @@ def test_a_node_that_is_told_to_end_while_it_waits_for_others_says_so(tmp_path: 
 
 
 def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_path: Path) -> None:
-    launch = ("--max-restarts=1", "--hang-seconds=2")
+    launch = ("--master=off", "--max-restarts=1", "--hang-seconds=2")
     with nodes(started(tmp_path, "--steps=12", "--every=4", "--hang-at=7", launch=launch)) as (node,):
         assert node.end() == 0, node.text
     (hang,) = [event for event in node.events() if event["kind"] == "hang"]
@@ -218,7 +222,7 @@ def test_a_loader_that_locks_up_is_a_hang_of_its_rank_between_two_steps(tmp_path
 
 
 def test_the_config_is_changed_through_the_agent_and_what_others_write_is_noticed(tmp_path: Path) -> None:
-    with nodes(started(tmp_path, "--steps=100000", "--pace=0.05", "--every=100000")) as (node,):
+    with nodes(started(tmp_path, "--steps=100000", "--pace=0.05", "--every=100000", launch=())) as (node,):
         until(lambda: last_step(tmp_path) > 2 or None)
         command = [sys.executable, "-m", "elastic_ext.cli"]
         set_ = [*command, "config", "set", "optimizer.learning_rate=0.5", "--file", node.record().config_file]
@@ -323,6 +327,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence_of_the_worker_and_of_the_a
     (tmp_path / "script.py").write_text(_UNWRITABLE)
     arguments = [
         "--standalone",
+        "--master=off",
         "--local-addr=127.0.0.1",
         str(tmp_path / "script.py"),
         str(tmp_path / "file" / "below"),
