@@ -93,7 +93,8 @@ def try_first(rank: int, folder: Path, how: str, refusal: str | None) -> tuple[l
         if how == "revision":
             proposal = follower.propose({"optimizer.learning_rate": 0.2}, "a test") if rank == 0 else None
         elif how != "start":
-            put(folder, rank, {**rate(2, 0.2), **({"apply_at_step": 60} if how == "scheduled" else {})})
+            at_step = {"apply_at_step": 60} if how == "scheduled" else {}
+            put(folder, rank, {**rate(2, 0.2), **at_step}, seen_by=follower)  # in time for that step
         step_until(follower, seen, lambda: bool(applier.asked))
         step_until(follower, seen, lambda: len(applier.asked) >= (3 if how == "scheduled" and refusal is None else 2))
         for _ in range(4):
