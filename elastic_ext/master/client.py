@@ -21,7 +21,7 @@ from elastic_ext.records.text import on_one_line
 
 from .address import MOST_MESSAGE_BYTES, MasterPlace
 from .credentials import read_token
-from .events import refused_versions
+from .events import refused_versions, unset_values_of
 from .wire import as_dict
 from .wire import master_pb2 as pb
 from .wire.master_pb2_grpc import MasterStub
@@ -323,6 +323,10 @@ class RemoteConfig:
     def refused(self) -> dict[str, str]:
         """Why ranks have refused versions, by the digest of their contents, as the newest events say it."""
         return refused_versions(self._client.events(most=_MOST_EVENTS))
+
+    def unset(self) -> dict[str, object]:
+        """The values in force of keys that no version sets, as far as the newest events of ranks tell them."""
+        return unset_values_of(self._client.events(most=_MOST_EVENTS))
 
     def judged(self, new: ElasticConfig) -> None:
         """None: what ranks make of a version is not waited for; the events of the job say it."""
