@@ -297,7 +297,7 @@ def _written(
     earlier = [entry for entry in place.entries() if entry.config.version < new.version]
     accepted = [entry.config for entry in earlier if entry.config.digest not in passed_over]
     before = accepted[-1] if accepted else ElasticConfig(version=0)
-    early = _brought_forward(place, accepted, new) if options.command == "set" else ""
+    early = (_brought_forward if options.command == "set" else _brought_back_early)(place, accepted, new)
     taken, verdict = place.taken(new.version), place.judged(new)
     record: dict[str, Any] = {"version": new.version, "place": place.name, "changes": _changes_record(before, new)}
     is_named = any((options.file, options.job, options.master))
@@ -345,6 +345,33 @@ def _brought_forward(place: ConfigPlace, accepted: Sequence[ElasticConfig], new:
     return (
         f"version {new.version} holds what version {base.version} set for step {begins} as well ({', '.join(keys)}): "
         f"it comes into force with this version{unless}; --at-step {begins} would keep it waiting"
+    )
+
+
+def _brought_back_early(place: ConfigPlace, accepted: Sequence[ElasticConfig], new: ElasticConfig) -> str:
+    """What the undo ``new`` brings into force before its time, in a sentence: keys that waited for a later step.
+
+    ``accepted`` are the versions before ``new`` that the job has not refused. Empty where there are no such keys.
+    """
+    restores = next((each.restores for each in place.entries() if each.config.version == new.version), None)
+    target = next((each for each in accepted if each.version == restores), None)
+    if target is None or target.apply_at_step is None:
+        return ""
+    step = place.step()
+    reached = 0 if step is None else step
+    if target.apply_at_step <= reached:
+        return ""
+    begun = [ElasticConfig(version=0), *(each for each in accepted if (each.apply_at_step or 0) <= reached)]
+    before = [each for each in begun if each.version < target.version][-1]
+    waiting, changed = before.differences(target), begun[-1].differences(new)
+    keys = [path for path in waiting if path in changed]
+    if not keys:
+        return ""
+    unless = ", unless that step has passed" if step is None else ""
+    return (
+        f"version {new.version} holds what version {target.version} set for step {target.apply_at_step} "
+        f"({', '.join(keys)}): it comes into force with this version{unless}; set it again with --at-step "
+        f"{target.apply_at_step} to have it wait"
     )
 
 

@@ -288,6 +288,24 @@ def test_what_was_set_for_a_later_step_is_told_to_come_with_the_next_version_whi
     assert said == f"{early.format(4, 3, 0, 'user.a, user.b, user.c')}; --at-step 0 would keep it waiting"
 
 
+def test_an_undo_tells_what_it_brings_into_force_that_waited_for_a_later_step(job: Job) -> None:
+    for name in "ab":
+        job.follower.knob(name)
+    assert job.run("set", "user.a=1") == 0
+    assert job.run("set", "user.a=2", "--at-step", "1000000") == 0
+    assert job.run("set", "user.a=3", "--at-step", "2000000") == 0
+    assert job.run("undo") == 0
+    early = (
+        "version 4 holds what version 2 set for step N (user.a): it comes into force with this version; set it again"
+    )
+    assert f"user.a: 3 -> 2\n{early} with --at-step N to have it wait\nin force from step N\n" in job.out
+    assert job.run("set", "user.b=1") == 0
+    assert job.run("undo") == 0
+    assert "holds what" not in job.out, "it is in force by now"
+    assert job.run("undo") == 0
+    assert "user.a: 2 -> 1\n" in job.out and "holds what" not in job.out
+
+
 @pytest.mark.parametrize(
     ("later", "words"),
     [
