@@ -29,7 +29,12 @@ from .parallelism import values_of
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["FactsOfJob", "profile_of", "tell_of_model"]
+__all__ = [
+    "FactsOfJob",
+    "processors",
+    "profile_of",
+    "tell_of_model",
+]
 
 
 # --- what can be changed in the job, and what is in force ------------------------------------------------------------
