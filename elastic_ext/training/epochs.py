@@ -117,7 +117,7 @@ class TrainingEpochs:
             )
         if not self._has_begun:
             self._has_begun = True
-            training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch))
+            self._begin_first(epoch)
         self.go_on()
         self._leave_gone_back_to(epoch)
         joined, self._joined = self._joined, None
@@ -225,6 +225,13 @@ class TrainingEpochs:
         if why_anew is not None and self._training.ranks.rank == 0:
             _logger.warning("%s", why_anew)
 
+    def _begin_first(self, epoch: int) -> None:
+        """Begin a run with ``epoch``; where it resumes in an earlier one, leave that out, and say so."""
+        counts, is_whole = self._counts, self._batches.can_begin_later
+        self._training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch, is_whole=is_whole))
+        if counts.begins_later(epoch) and is_whole:
+            self._begin_later(epoch)
+
     def _leave_gone_back_to(self, epoch: int) -> None:
         """Leave out the epoch that training has gone back to, where the loop goes on with a later one, and say so."""
         counts, batches = self._counts, self._batches
@@ -233,8 +240,11 @@ class TrainingEpochs:
         if remark is not None:
             self._training.state.remarks.say("a later epoch than was gone back to", remark)
             if batches.can_begin_later:
-                batches.begin_later(epoch)
-                counts.epoch = epoch  # of which a checkpoint is that is saved before it begins
+                self._begin_later(epoch)
+
+    def _begin_later(self, epoch: int) -> None:
+        self._batches.begin_later(epoch)
+        self._counts.epoch = epoch  # of which a checkpoint is that is saved before it begins
 
     def _begin_outside(self) -> None:
         """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
