@@ -680,7 +680,7 @@ def _exported(source: str) -> list[str] | None:
     """The names in ``__all__`` of a module; None where it has none."""
     for node in parsed(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            return [str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
     return None
 
 
