@@ -155,7 +155,7 @@ def leaves_the_schedule_out(training: Training) -> None:
 
 
 @SCHEDULES.cause(
-    "a schedule of the prepared optimizer was not given to prepare(), and the optimizer steps at the end of steps alone",
+    "a schedule made after prepare() steps in every micro-step, and the optimizer at the end of steps alone",
     says=_NOT_GIVEN.format(num=2),
     comes_as="warning",
     found="first steps",
