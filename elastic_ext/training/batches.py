@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -460,6 +460,20 @@ class Batches:
                     "samples; leave them as they are, or use an ElasticDataLoader, whose batches may change"
                 )
             self._fixed = fixed
+            if self.drawing is not None and fixed.num_batches is not None:  # of the next loop, which may go on midway
+                self._fixed = replace(fixed, num_batches=len(self.loader))
+
+    def count_rest(self) -> None:
+        """Count the batches that are left as all of the epoch's, as the loader goes on from a position or back to one.
+
+        Only a loader that draws its batches for this rank alone has sizes of its own, and goes on from a position.
+        """
+        fixed, loader = self._fixed, self.loader
+        if self.drawing is None or fixed is None or fixed.num_batches is None:
+            return
+        self._num_taken, self._has_passed = 0, loader.is_at_end
+        if not loader.is_at_end:
+            self._fixed = replace(fixed, num_batches=loader.remaining)
 
     def leave_epoch(self) -> None:
         """End an epoch, whether or not its loop has come to the end of the data, and tell the loader."""

@@ -222,6 +222,7 @@ class TrainingEpochs:
         """Go on with the rest of an epoch that the loop has left, and now comes back to."""
         self._counts.unfinished_epoch = None
         why_anew = self._batches.positions.go_on()
+        self._batches.count_rest()
         if why_anew is not None and self._training.ranks.rank == 0:
             _logger.warning("%s", why_anew)
 
