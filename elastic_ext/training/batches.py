@@ -370,6 +370,11 @@ class Batches:
         return self._num_taken > 0 and self._fixed is not None and self._fixed.num_batches is not None
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether a loader says that the loop over it has come to its end; a step that is taken back may undo that."""
+        return isinstance(self.loader, EndingSource) and self.loader.is_at_end
+
+    @property
     def is_left_early(self) -> bool:
         """Whether a loop that has been left is known to have left a part of its epoch behind.
 
