@@ -358,9 +358,9 @@ class Session:
         self._is_exception_told = True
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception, once."""
+        """Tell the other ranks of an exception, once; training on one rank may go on if the exception is caught."""
         if not self._is_exception_told:
-            self._is_exception_told = True
+            self._is_exception_told = self.follower.ranks.world_size > 1
             if self._training.saving is not None:
                 self._training.saving.leave_failed(error)
             self.follower.tell_peers(error)
