@@ -123,8 +123,6 @@ class ElasticOptimizer(Optimizer):
         self._is_called = False  # the step under way came through this object
         self.scaled_by: Callable[..., Any] | None = None
         """Called in place of ``step()`` where accelerate has optimizers step through a GradScaler; else None."""
-        if state is not None:
-            optimizer.register_step_pre_hook(self._before_inner)
         self._schedulers: list[ElasticLRScheduler] = []
         self._num_looks = _NUM_LOOKS  # that are left
         self._used: tuple[Any, int] | None = None  # a gradient that the last call used, and its version
@@ -277,6 +275,13 @@ class ElasticOptimizer(Optimizer):
         raise TypeError("an ElasticOptimizer cannot be copied or pickled; use its state_dict()")
 
     # ---- for the trainer and the appliers ----
+
+    def watch_inner(self) -> None:
+        """See from here on that the loop does not step the wrapped optimizer itself.
+
+        Called once ``prepare()`` has succeeded: the wrapped optimizer may be given to another after one that failed.
+        """
+        self.inner.register_step_pre_hook(self._before_inner)
 
     @property
     def schedules(self) -> Sequence[ElasticLRScheduler]:
