@@ -292,6 +292,7 @@ class EndlessBatches:
         try:
             if self.is_open:
                 self._epochs.go_on()
+                self._hand_out_again()
             while self._advance(max_steps):
                 yield self._in_hand.pop()
         finally:
@@ -299,6 +300,16 @@ class EndlessBatches:
             is_left_here = get_ident() == thread  # and not by another thread, whose garbage collection ends generators
             if is_left_here and self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
                 self._epochs.pause()
+
+    def _hand_out_again(self) -> None:
+        """Have the batch come again with which the loop before was left ahead of its micro-step, and its step with it.
+
+        Of a loader that does not count its batches that is not known.
+        """
+        steps = self._training.steps
+        if self._num_takers == 1 and not steps.is_inside and self._batches.num_handed > self._training.state.index:
+            steps.rollback()
+            self._batches.rollback(0)
 
     def make_way(self, doing: str) -> None:
         """End the epoch that is open, for ``doing``, another way to train; StepError while a loop takes batches."""
