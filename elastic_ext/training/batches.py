@@ -327,7 +327,7 @@ class Batches:
         if num_batches is not None:
             return -(-num_batches // (self._full[1].num_micro_steps if self._full is not None else 1))
         remaining = None if self.source is None else self.source.remaining
-        return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
+        return None if remaining is None or self._plan is None else max(self._plan.num_steps(remaining), 1)
 
     @property
     def num_steps_left(self) -> int | None:
