@@ -478,7 +478,7 @@ def test_the_scripts_own_rate_and_decay_can_be_given_back_past_a_checkpoint_that
         (tmp_path / "0").mkdir(exist_ok=True)
         put(tmp_path / "0", version=version, optimizer={"learning_rate": rate, "weight_decay": decay})
         model = net(0.0, seed=0)
-        groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.2}]
+        groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.2}]
         inner = SGD(groups, lr=0.1, weight_decay=0.01)
         storage = tmp_path / "storage" if way == "a checkpoint" else None
         trainer = trainer_of(tmp_path, model, micro_batch_size=4, global_batch_size=8, shared_storage_path=storage)
