@@ -199,6 +199,8 @@ def prepare(
         follower.on_change(*applier)
     training.checkpoints = _checkpoints(training, launched)
     session.start()
+    for each in prepared.optimizers:
+        each.watch_inner()
     tell_of_model(training)
     _have_batches_seen(training)
 
