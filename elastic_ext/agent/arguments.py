@@ -127,9 +127,9 @@ def parser() -> argparse.ArgumentParser:
         action=env,
         type=str,
         default="auto",
-        help="How nodes join and leave: auto (the default): the workers of the others go on where the job can, else all "
-        "workers are started anew; live: likewise, but a node that would need a restart waits; restart: all workers are "
-        "always started anew.",
+        help="How nodes join and leave: auto (the default): the workers of the others go on where the job can, else "
+        "all workers are started anew; live: likewise, but a node that would need a restart waits; restart: all "
+        "workers are always started anew.",
     )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(
