@@ -607,6 +607,8 @@ class Batches:
         self._has_passed = True
         if self._fixed is not None and self._num_taken == self._fixed.num_batches:
             self._num_taken = 0
+            if self.drawing is not None:  # what was left of an epoch has ended, and a whole one comes
+                self._fixed = FixedBatchSizes.of(self.loader)
 
     def _single_step(self) -> RankStep | None:
         """A step that has the next micro-batch alone; None where the epoch is over."""
