@@ -27,7 +27,7 @@ from elastic_ext.records.text import counted, expanded, on_one_line
 
 from .jobs import config_file_in, one_job
 
-__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "JobAnswer", "RefusedByJob", "parse_assignment"]
+__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "JobAnswer", "RefusedByJob", "parse_assignment", "remark_beside"]
 
 _ALLOWED = (
     "--file FILE, --job NAME or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or "
@@ -45,8 +45,9 @@ class ConfigPlace(Protocol):
     """A place with a config and all of its versions: a file, or a master.
 
     ``refused`` gives why the ranks of the job have refused versions, by digest, and ``judged``, after a write, what
-    they make of the new one; None where that is not waited for. ``taken`` gives how many nodes have a version, and how
-    many there are, and ``step`` how many steps training has taken; None where nobody tells.
+    they make of the new one; None where that is not waited for. ``revision`` says what a revision of the version has
+    changed in the running job, in words; empty where there is none, or nobody tells. ``taken`` gives how many nodes
+    have a version, and how many there are, and ``step`` how many steps training has taken; None where nobody tells.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ConfigPlace(Protocol):
     def undo(self) -> ElasticConfig: ...
     def refused(self) -> Mapping[str, str]: ...
     def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
+    def revision(self, current: ElasticConfig) -> str: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
     def step(self) -> int | None: ...
 
@@ -165,6 +167,25 @@ class FilesConfig:
         why = f" ({config.reason})" if config is not None and config.reason else ""
         words = f"version {version}{why} came after it, {has}, and is in force from step {step}"
         return JobAnswer(outcome="pending" if lost else "in force", words=words, step=None if lost else step)
+
+    def revision(self, current: ElasticConfig) -> str:
+        """What a revision of ``current`` has changed in the running job, in words; empty where there is none."""
+        newest = self._newest_metrics()
+        if newest is None or newest.config_version != current.version or not newest.config_revision:
+            return ""
+        self._look()
+        details = [each for kind, each in self._told if kind == "config-applied" and each.get("revision")]
+        changed: dict[str, object] = {}
+        for each in details:
+            changes = each.get("changes")
+            if each.get("version") == current.version and isinstance(changes, Mapping):
+                changed |= {path: pair[1] for path, pair in changes.items() if isinstance(pair, list) and pair[1:]}
+        values = current.values()
+        others = [f"{path}={_value(value)}" for path, value in changed.items() if value != values.get(path)]
+        return (
+            f"the running job has version {current.version}, revision {newest.config_revision} in force, a change that "
+            f"it made itself{': ' if others else ''}{', '.join(others)}; the next version replaces it"
+        )
 
     def taken(self, version: int) -> tuple[int, int] | None:
         """None: of a config file nobody tells which nodes have taken a version."""
@@ -276,6 +297,14 @@ def _history(place: ConfigPlace, options: argparse.Namespace) -> str:
 
 COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
 """The commands of ``elastic-ext config``, by name; each gives the text to be printed."""
+
+
+def remark_beside(place: ConfigPlace, options: argparse.Namespace) -> str:
+    """What `config show` says beside the config that it has printed; empty where there is nothing to say."""
+    current = place.current() if options.command == "show" else None
+    return "" if current is None else place.revision(current)
+
+
 _WRITING = ("set", "undo")
 
 

@@ -333,6 +333,11 @@ class Agreement:
         """What is in force where no file says otherwise: the start-up config, with a resumed one over it."""
         return self._rounds.base
 
+    @property
+    def files(self) -> list[str]:
+        """The digests of the files that the job has seen with the version in force; empty where it has seen none."""
+        return self._rounds.files
+
     def own_value(self, path: str) -> Value:
         """The script's own value of a dotted key; None where that is not known."""
         value = self._rounds.startup.get(path)
@@ -346,16 +351,19 @@ class Agreement:
         """Have rank 0 call ``tell(version, digest, why)`` for each version of the config file that ranks refuse."""
         self._rounds.on_refusal = tell
 
-    def resume(self, config: ElasticConfig) -> None:
+    def resume(
+        self, config: ElasticConfig, saved: ElasticConfig | None = None, saved_files: Collection[str] = ()
+    ) -> None:
         """Load the config saved in a checkpoint: it overrides the start-up values, and the config file overrides it.
 
-        Before the first boundary; after ``start`` all ranks call this together.
+        Before the first boundary; after ``start`` all ranks call this together. ``saved`` is that config before the
+        caller put values of its own into it, and ``saved_files`` the ``files`` that were saved with it.
         """
         if self._num_boundaries:
             raise ElasticError("a config can be resumed only before the first step; load the checkpoint before it")
         if self._started:
             self._raise_if_unusable()
-        self._rounds.resume(config)
+        self._rounds.resume(config, saved, saved_files)
         self.resumed_version = config.version
         if self._started:
             self.rouse()

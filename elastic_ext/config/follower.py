@@ -677,16 +677,23 @@ class ConfigFollower:
         self.agreement.request_save()
 
     def state_dict(self) -> dict[str, Any]:
-        """The config in force, as plain values for a checkpoint."""
-        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step}
+        """The config in force, as plain values for a checkpoint; of a revision, with the files of its version."""
+        files = {"files": self.agreement.files} if self.config.revision else {}
+        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step, **files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the config saved in a checkpoint: it overrides the start-up values, and the config file overrides it.
 
-        Before the first boundary; after ``start`` all ranks call this together.
+        A revision of the file's version keeps the values that it has changed. Before the first boundary; after
+        ``start`` all ranks call this together. A caller that changes the ``config`` of ``state`` leaves what it was
+        under ``saved``.
         """
         self.agreement.step = state["step"]
-        self.agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        config, saved = (
+            ElasticConfig.from_dict(each, revision=state["revision"])
+            for each in (state["config"], state.get("saved", state["config"]))
+        )
+        self.agreement.resume(config, saved, state.get("files", ()))
         self.reports.due_at = 0.0  # metrics tell what the checkpoint has brought
 
     def close(self, by: str = "follower.close() was called") -> None:

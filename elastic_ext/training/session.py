@@ -424,7 +424,7 @@ class Session:
         if config.values() == saved | own:
             return dict(state)
         values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)
-        return {**state, "config": values.to_dict()}
+        return {**state, "config": values.to_dict(), "saved": state["config"]}
 
     def _materialise(self) -> None:
         """Make optimizer state before the first step, on all ranks or on none."""
