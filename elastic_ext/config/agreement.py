@@ -555,6 +555,25 @@ class Agreement:
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint that was asked for is not saved: training has ended, and no boundary follows")
 
+    def decide_proposals(self, purpose: Purpose) -> None:
+        """Decide now on what any rank has proposed, between two steps; a config that comes into force is told later.
+
+        That is at the next boundary. All ranks call this together, after ``meet``. A proposal that cannot be decided on
+        before a step has run, or that comes after one that was refused, is decided on at a later boundary.
+        """
+        self._raise_if_unusable()
+        with self._breaking():
+            self.rouse()
+            while True:
+                word = replace(self._make_word(purpose), proposing=self._rounds.proposing)
+                gathered = self._exchange.compare(word, _DOING[purpose])
+                if gathered is None or not gathered.proposing:
+                    return
+                applied = self._rounds.hold_round(self._place)
+                if applied is None:
+                    return
+                self._keep_applied(applied)
+
     def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.
 
