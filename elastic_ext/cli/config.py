@@ -45,9 +45,10 @@ class ConfigPlace(Protocol):
     """A place with a config and all of its versions: a file, or a master.
 
     ``refused`` gives why the ranks of the job have refused versions, by digest, and ``judged``, after a write, what
-    they make of the new one; None where that is not waited for. ``revision`` says what a revision of the version has
-    changed in the running job, in words; empty where there is none, or nobody tells. ``taken`` gives how many nodes
-    have a version, and how many there are, and ``step`` how many steps training has taken; None where nobody tells.
+    they make of the new one; None where that is not waited for. ``beside`` says what else the running job has in force,
+    in words: a revision of the version, or a version without a file; empty where nothing, or nobody tells. ``taken``
+    gives how many nodes have a version, and how many there are, and ``step`` how many steps training has taken; None
+    where nobody tells.
     """
 
     name: str
@@ -60,7 +61,7 @@ class ConfigPlace(Protocol):
     def undo(self) -> ElasticConfig: ...
     def refused(self) -> Mapping[str, str]: ...
     def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
-    def revision(self, current: ElasticConfig) -> str: ...
+    def beside(self, current: ElasticConfig | None) -> str: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
     def step(self) -> int | None: ...
 
@@ -121,7 +122,9 @@ class FilesConfig:
         return [entry.to_json() for entry in self._history.entries()]
 
     def set(self, edit: ConfigEdit) -> ElasticConfig:
-        return self._writer().set(replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:]))
+        newest = self._newest_metrics()
+        above = 0 if newest is None else newest.config_version
+        return self._writer().set(replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:], above=above))
 
     def undo(self) -> ElasticConfig:
         return self._writer().undo(list(self.refused())[-_MOST_REFUSED:])
@@ -168,10 +171,19 @@ class FilesConfig:
         words = f"version {version}{why} came after it, {has}, and is in force from step {step}"
         return JobAnswer(outcome="pending" if lost else "in force", words=words, step=None if lost else step)
 
-    def revision(self, current: ElasticConfig) -> str:
-        """What a revision of ``current`` has changed in the running job, in words; empty where there is none."""
+    def beside(self, current: ElasticConfig | None) -> str:
+        """What is in force in the running job beside ``current``, in words; empty where nothing is.
+
+        That is a revision of ``current``, or, where there is no file, a version that the job has from elsewhere.
+        """
         newest = self._newest_metrics()
-        if newest is None or newest.config_version != current.version or not newest.config_revision:
+        if current is None and newest is not None and newest.config_version > 0:
+            return (
+                f"the running job has version {newest.config_version} in force, of the checkpoint that it has resumed, "
+                "or of a file that is gone"
+            )
+        is_revised = newest is not None and newest.config_revision > 0
+        if newest is None or current is None or not is_revised or newest.config_version != current.version:
             return ""
         self._look()
         details = [each for kind, each in self._told if kind == "config-applied" and each.get("revision")]
@@ -302,7 +314,7 @@ COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "und
 def remark_beside(place: ConfigPlace, options: argparse.Namespace) -> str:
     """What `config show` says beside the config that it has printed; empty where there is nothing to say."""
     current = place.current() if options.command == "show" else None
-    return "" if current is None else place.revision(current)
+    return "" if current is None else place.beside(current)
 
 
 _WRITING = ("set", "undo")
@@ -373,7 +385,9 @@ def _brought_forward(place: ConfigPlace, accepted: Sequence[ElasticConfig], new:
 def _existing(place: ConfigPlace) -> ElasticConfig:
     current = place.current()
     if current is None:
-        raise _refused(f"{place.name} does not exist", "a config; `config set` makes one")
+        others = place.beside(None)
+        given = f"{place.name} does not exist{', and ' if others else ''}{others}"
+        raise _refused(given, f"a config; `config set` makes one{', of the version above that' if others else ''}")
     return current
 
 

@@ -88,6 +88,8 @@ class ConfigEdit:
     at_step: int | None = None
     refused: tuple[str, ...] = ()
     """The digests of versions that the ranks of the job have refused: the next version is not made from them."""
+    above: int = 0
+    """A version that the next one exceeds, such as that in force where the file is gone."""
 
 
 _SCRIPTS = HistoryEntry(time=0.0, config=ElasticConfig(version=0))
@@ -168,9 +170,9 @@ def restored(target: HistoryEntry, *, version: int) -> ElasticConfig:
     return _of_allowed_size(new)
 
 
-def next_version(entries: Sequence[HistoryEntry]) -> int:
-    """The version that comes after all of these."""
-    return max((entry.config.version for entry in entries), default=0) + 1
+def next_version(entries: Sequence[HistoryEntry], above: int = 0) -> int:
+    """The version that comes after all of these, and after ``above``."""
+    return max([above, *(entry.config.version for entry in entries)]) + 1
 
 
 class ConfigHistory:
@@ -205,7 +207,7 @@ class ConfigHistory:
         with self._alone() as recorded:
             current = self.current()
             entries = self._with_current(recorded, current)
-            new = next_config([] if current is None else entries, edit, version=next_version(entries))
+            new = next_config([] if current is None else entries, edit, version=next_version(entries, edit.above))
             return self._write(new, entries)
 
     def undo(self, refused: Collection[str] = ()) -> ElasticConfig:

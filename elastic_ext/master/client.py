@@ -327,7 +327,7 @@ class RemoteConfig:
     def judged(self, new: ElasticConfig) -> None:
         """None: what ranks make of a version is not waited for; the events of the job say it."""
 
-    def revision(self, current: ElasticConfig) -> str:
+    def beside(self, current: ElasticConfig | None) -> str:
         """Empty: what a revision has changed is not asked for; the events of the job say it."""
         return ""
 

@@ -128,6 +128,21 @@ def test_show_says_that_the_job_has_revised_what_the_file_says(job: Job) -> None
     assert job.run("show") == 0 and not job.err
 
 
+def test_without_a_file_the_version_in_force_is_told_and_the_next_one_is_above_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where a job has resumed a checkpoint of another run directory."""
+    follower = follow_config(run_dir=tmp_path / "run", job="test", agree_every_steps=1, poll_seconds=0.2)
+    follower.load_state_dict({"config": {"version": 14, "user": {"x": 1}}, "revision": 0, "step": 3})
+    with follower:
+        job = Job(tmp_path / "run", follower, capsys)
+        assert job.run("show") == 2
+        assert "config.json does not exist, and the running job has version 14 in force, of the checkpoint" in job.err
+        assert "`config set` makes one, of the version above that" in job.err
+        assert job.run("set", "user.x=2") == 0 and job.out.startswith("version 15 written\n")
+        assert "in force from step N" in job.out and follower.config.user == {"x": 2}
+
+
 def test_undo_goes_back_to_what_is_in_force_past_all_that_the_job_has_refused(job: Job) -> None:
     assert job.run("set", "user.x=1") == 0
     assert job.run("set", "user.x=2") == 0

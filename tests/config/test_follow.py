@@ -603,6 +603,24 @@ def test_the_metrics_have_what_the_resumed_checkpoint_has_brought_into_force(fol
     assert metrics["from_checkpoint"] == {"optimizer.learning_rate": "0.5 (the script has 1.0)", "user.y": '"a"'}
 
 
+def test_the_metrics_have_what_the_script_has_put_in_the_place_of_the_checkpoints_values(folder: Path) -> None:
+    """As its plan, with which a run begins whatever the checkpoint has."""
+    config = {"version": 4, "parallelism": {"strategy": "no_shard", "unit": 1}, "user": {"x": 1}}
+    saved = {"version": 4, "parallelism": {"strategy": "full_shard", "unit": 1}, "user": {"x": 1}}
+    startup = {"parallelism.strategy": "no_shard", "parallelism.unit": 1, "user.x": 2}
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        follower.load_state_dict({"config": config, "saved": saved, "revision": 0, "step": 9})
+        take_step(follower, seen)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+        assert metrics["not_from_checkpoint"] == {
+            "parallelism.strategy": '"no_shard" (the checkpoint has "full_shard")'
+        }
+        put(folder, 0, {"version": 5, "parallelism": {"strategy": "full_shard"}})
+        step_until(follower, seen, lambda: follower.config.version == 5)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+        assert metrics["not_from_checkpoint"] == {}
+
+
 def test_a_torch_that_was_never_tested_is_said_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for torch_version, num_told in ((torch.__version__, 0), ("2.12.1", 1)):
         monkeypatch.setattr(torch, "__version__", torch_version)

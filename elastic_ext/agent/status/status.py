@@ -608,12 +608,15 @@ def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterat
 
 
 def _from_checkpoint_in_words(files: RunFiles, newest: RankMetrics | None) -> Iterator[str]:
-    """A sentence about the values in force that the resumed checkpoint has brought, and the config file leaves out."""
+    """Sentences about values that the resumed checkpoint has brought, and the file leaves out, and about the script's."""
     in_file = set() if files.config is None else set(files.config.values())
     values = {} if newest is None else newest.from_checkpoint
     told = [f"{path} {words}" for path, words in values.items() if path not in in_file]
     if told:
         yield f"from the checkpoint that was resumed, as the config file leaves it out: {', '.join(told)}"
+    if newest is not None and newest.not_from_checkpoint:
+        own = ", ".join(f"{path} {words}" for path, words in newest.not_from_checkpoint.items())
+        yield f"from the script, and not from the checkpoint that was resumed: {own}"
 
 
 def _refused_in_words(config: ConfigStatus) -> str:

@@ -202,6 +202,8 @@ def _config_in_words(config: ConfigStatus) -> str:
         file = "a file that is refused"
     if not config.in_force:
         return file
+    if config.file_version is None and not config.refusal and config.in_force[-1] > 0:
+        file = f"no file (one that is written needs version {config.in_force[-1] + 1})"
     return f"version {', '.join(map(str, config.in_force))} in force, {file}"
 
 

@@ -115,6 +115,15 @@ def test_a_job_without_an_agent_is_told_of_by_its_metrics() -> None:
     assert status.troubles == status.notes == () and status.config.in_force == (3,)
 
 
+def test_values_of_the_script_in_place_of_the_checkpoints_are_told_and_which_version_a_file_needs() -> None:
+    own = {"parallelism.strategy": '"no_shard" (the checkpoint has "full_shard")'}
+    rows = metrics(0, config_version=14, not_from_checkpoint=own), metrics(1, config_version=14)
+    status = status_of(replace(PLAIN, metrics=rows))
+    told = "from the script, and not from the checkpoint that was resumed: parallelism.strategy"
+    assert status.notes == (f'{told} "no_shard" (the checkpoint has "full_shard")',)
+    assert "version 14 in force, no file (one that is written needs version 15)\n" in words(status)
+
+
 def test_values_that_a_checkpoint_has_brought_and_the_file_leaves_out_are_told() -> None:
     brought = {"dataloader.num_workers": "6 (the script has 1)", "user.x": "2"}
     config = ElasticConfig(version=3, user={"x": 2})
