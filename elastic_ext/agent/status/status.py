@@ -608,7 +608,7 @@ def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterat
 
 
 def _from_checkpoint_in_words(files: RunFiles, newest: RankMetrics | None) -> Iterator[str]:
-    """Sentences about values that the resumed checkpoint has brought, and the file leaves out, and about the script's."""
+    """Sentences about values that the resumed checkpoint has brought, and about the script's in place of some."""
     in_file = set() if files.config is None else set(files.config.values())
     values = {} if newest is None else newest.from_checkpoint
     told = [f"{path} {words}" for path, words in values.items() if path not in in_file]
