@@ -31,6 +31,7 @@ __all__ = ["MembersView", "add_members", "members_in_words", "run_members", "vie
 
 _WAYS = "--run-dir DIR, or --job NAME"
 _KINDS = ("members", "members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
+_BEGAN = "training-began"
 _NUM_CHANGES = 10
 _MOST_EVENT_BYTES = 4 << 20
 _SECONDS = re.compile(r"[\d.]+ s without a step")
@@ -63,7 +64,8 @@ def run_members(options: argparse.Namespace, environ: Mapping[str, str], termina
         job = one_job(options.run_dir, options.job, environ, ways=_WAYS, writes=is_drain)
         if is_drain:
             return _drain(job, options, terminal)
-        view = view_of(*_read(job))
+        plan, records, events = _read(job)
+        view = view_of(plan, records, events, has_begun=_has_begun(job))
     except AgentRefused as error:
         terminal.complain(f"refused: {error}")
         return _REFUSED
@@ -107,6 +109,8 @@ class MembersView:
     not say it."""
     why_restart: str
     """Why members can change by a restart alone, a sentence; else empty."""
+    has_begun: bool
+    """Whether workers on this machine have begun to train, by when each has said how members can change."""
     planned: JobEvent | None
     """The change that is under way, by the event of its plan."""
     changes: tuple[JobEvent, ...]
@@ -129,8 +133,13 @@ class MembersView:
         }
 
 
-def view_of(plan: MembershipPlan, records: Sequence[MemberRecord | None], events: Sequence[JobEvent]) -> MembersView:
-    """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure."""
+def view_of(
+    plan: MembershipPlan, records: Sequence[MemberRecord | None], events: Sequence[JobEvent], *, has_begun: bool
+) -> MembersView:
+    """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure.
+
+    ``has_begun`` is as MembersView has it.
+    """
     said = tuple(each for each in records if each is not None)
     whys = [each.why_restart for each in said if each.why_restart]
     changes = [each for each in events if each.kind != "membership"]
@@ -142,6 +151,7 @@ def view_of(plan: MembershipPlan, records: Sequence[MemberRecord | None], events
         records=said,
         is_live=None if not said or len(said) < len(records) else not whys,
         why_restart=whys[0] if whys else "",
+        has_begun=has_begun,
         planned=None if is_over or is_restart else planned,
         changes=tuple(events[-_NUM_CHANGES:]),
     )
@@ -161,7 +171,9 @@ def members_in_words(view: MembersView) -> list[str]:
     for node in plan.nodes:
         ranks = ", ".join(f"{rank} (seat {node.seat_of(rank)})" for rank in node.ranks)
         lines.append(f"  {node.node_id} on {node.host}: {'rank' if node.num_workers == 1 else 'ranks'} {ranks}")
-    if view.is_live is None:
+    if view.is_live is None and not view.has_begun:
+        how = "in a way that is not known yet: its workers have not begun to train"
+    elif view.is_live is None:
         how = "by a restart of all workers: these do not say that they can go on"
     else:
         how = "while workers go on" if view.is_live else f"by a restart of all workers: {view.why_restart}"
@@ -201,6 +213,16 @@ def _records_in(folder: Path, plan: MembershipPlan) -> list[MemberRecord | None]
     agent = agent_in(folder)
     seats = [member.seat for member in plan.members if agent is None or member.node_id == agent.node_id]
     return [*member_records(folder, seats).values()] or [None]
+
+
+def _has_begun(job: JobHere) -> bool:
+    """Whether workers of the agents that run here, or else of those that have, have begun to train."""
+    for folder in [*job.living_agents()] or [*job.run_directories]:
+        agent = agent_in(folder)
+        events = EventFiles(folder, most_bytes=_MOST_EVENT_BYTES).look().events
+        if any(each.kind == _BEGAN and (agent is None or each.time >= agent.time) for each in events):
+            return True
+    return False
 
 
 def _once(events: Sequence[JobEvent]) -> list[JobEvent]:
