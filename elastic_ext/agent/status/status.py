@@ -448,8 +448,9 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         state = "unknown"
     measures = (metrics.measures if metrics else Measures()).at_rate(worker.steps_per_second)
     step = _first(worker.step, metrics.step if metrics else None)
-    if metrics is not None and metrics.time > files.workers.time:  # as at the end, or where the agent was killed
-        step = metrics.step
+    is_watched = state == "running" and files.is_agent_running and files.time - files.workers.time <= _SILENT_SECONDS
+    if metrics is not None and metrics.time > files.workers.time and not is_watched:
+        step = metrics.step  # of a watched worker it would be of a later moment than the steps of the others
     return RankStatus(
         rank=worker.rank,
         local_rank=worker.local_rank,

@@ -222,6 +222,16 @@ def test_the_step_is_that_of_the_newest_record_or_of_the_save_that_ended_trainin
     assert ", step 84, can go on from step 84" in line_of(status)
 
 
+def test_steps_of_ranks_that_an_agent_watches_are_of_one_moment() -> None:
+    """Though one of them has written its metrics since the agent looked, and the others have not."""
+    rows = metrics(0, time=NOW - 0.1, step=58), metrics(1, time=NOW - 9, step=30)
+    status = status_of(replace(WITH_AGENT, metrics=rows))
+    assert [each.step for each in status.ranks] == [50, 50]
+    assert status.progress is not None and status.progress.step == 58
+    silent = replace(WORKERS, time=NOW - 90)
+    assert [each.step for each in status_of(replace(WITH_AGENT, workers=silent, metrics=rows)).ranks] == [58, 30]
+
+
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
     status = status_of(RunFiles(path="/run", time=NOW, host=HOST, config=version(1)))
     assert status.state == "empty" and status.troubles == ()
