@@ -175,7 +175,10 @@ class Session:
         return is_there
 
     def rewind(self, step: int | None, *, skips: bool) -> Path:
-        """Go back to an earlier checkpoint, with all ranks; gives its folder. The config in force stays."""
+        """Go back to an earlier checkpoint, with all ranks; gives its folder.
+
+        The config in force stays, but for what ranks have proposed by now: that is in force from the next step.
+        """
         saving, steps = self._kept(), self.steps
         checkpoints, endless = saving.checkpoints, self.epochs.endless
         torn = steps.torn
@@ -210,6 +213,8 @@ class Session:
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
         self._training.members.follow_rewind()
+        self.follower.decide_proposals(Purpose.REWIND)
+        self._forget_change()
         self.follower.write_metrics()
         self._training.reports.tell_gone_back(text, before=before, path=loaded.path, skips=skips)
         return loaded.path
@@ -430,7 +435,7 @@ class Session:
         if config.values() == saved | own:
             return dict(state)
         values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)
-        return {**state, "config": values.to_dict()}
+        return {**state, "config": values.to_dict(), "saved": state["config"]}
 
     def _materialise(self) -> None:
         """Make optimizer state before the first step, on all ranks or on none."""

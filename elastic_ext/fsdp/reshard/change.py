@@ -184,6 +184,8 @@ class Change:
         elif is_sharded:
             self._survey = rewire.survey(model)
         self.target = target
+        self.lists: Sequence[list[torch.Tensor]] = ()
+        """The lists of the script's in which parameters are replaced, as in the groups of optimizers."""
         self._after = target.after(self._survey)
         self._parameters = list(parameters_of(model, self._survey) if left is None else left._as_left())
         managed = {id(each.tensor) for each in self._parameters}
@@ -580,7 +582,7 @@ class Change:
                 old.detach().copy_(local)
         if new is not old:
             new.__dict__.update(rewire.noted_on(old))
-            replace_in(self._optimizers, old, new)
+            replace_in(self._optimizers, self.lists, old, new)
             replace_parameter(self._registered, old, new)
             each.tensor = new
         each.register()
