@@ -355,6 +355,7 @@ class TrainingMembers:
             "num_local": self._worlds(plan).num_local,
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
+            "rates": [each.rates.given_by_hand for each in self._training.prepared.optimizers],
         }
         return _why_not_coming(groups.quick_board, call, self._joiners(plan), self.answer_seconds)
 
@@ -610,15 +611,16 @@ class TrainingMembers:
             call = self._awaited(groups.board, CALL, plan)
             if call is None:
                 continue
-            why, pending, parallel = "", None, None
+            why_anew = why_not_these_rates(self._training, call["rates"])
+            why, pending, parallel = why_anew, None, None
             try:
-                why = differences(facts_of(self._training), call["facts"])
+                why = why or differences(facts_of(self._training), call["facts"])
                 parallel = ParallelPlan(**call["plan"])
                 pending = self._pending_of(plan, groups, call)
                 self._prepared(pending.worlds, pending.holder, parallel)
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
-            groups.board.post(here(ranks.seat), {"why": why})
+            groups.board.post(here(ranks.seat), {"why": why, "restarts": bool(why_anew)})
             go = self._awaited(groups.quick_board, GO, None)  # they count on this worker now, whatever comes after
             if not go["why"]:
                 assert pending is not None and parallel is not None
@@ -780,10 +782,28 @@ def facts_of(training: Training) -> dict[str, Any]:
     return facts
 
 
+def why_not_these_rates(training: Training, theirs: Sequence[float | None]) -> str:
+    """Why a worker that joins cannot go on with the rates of a loop that writes them, a sentence; empty where it can.
+
+    ``theirs`` are, by optimizer, the rates that the scripts of the others gave, where what their loops write starts
+    from those.
+    """
+    for optimizer, given in zip(training.prepared.optimizers, theirs, strict=False):
+        if given is not None and given != optimizer.rates.given:
+            return (
+                f"the loop writes learning rates, which start from the one that {type(optimizer.inner).__name__} was "
+                f"made with: {optimizer.rates.given:g} here, and {given:g} on the ranks that train"
+            )
+    return ""
+
+
 def _why_not_coming(
     board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float
 ) -> tuple[str, list[int]]:
-    """Call the workers that join, and wait for their answers; gives why some cannot come, and their seats."""
+    """Call the workers that join, and wait for their answers; gives why some cannot come, and the seats of those.
+
+    The seat of one that could come if all workers were started anew is not among them.
+    """
     try:
         board.post(CALL, call)
         deadline = time.monotonic() + seconds
@@ -791,11 +811,12 @@ def _why_not_coming(
             if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
                 why = f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
                 return why, [member.seat]
-        answers = {member.seat: str(board.read(here(member.seat))["why"]) for member in joiners}
+        answers = {member.seat: board.read(here(member.seat)) for member in joiners}
     except BoardGone as error:
         return str(error), []
-    reasons = {seat: why for seat, why in answers.items() if why}
-    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), [*reasons]
+    reasons = {seat: str(answer["why"]) for seat, answer in answers.items() if answer["why"]}
+    seats = [seat for seat in reasons if not answers[seat]["restarts"]]
+    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), seats
 
 
 def _length_of(loader: Any) -> int | None:

@@ -146,6 +146,8 @@ class Job:
     """How long a sampler of an evaluation lives: all through, until ``on_members`` makes another, or one evaluation."""
     num_evaluated: int = 24
     """Samples of an evaluation."""
+    writes_rates: Literal["", "always", "as others join"] = ""
+    """From when on the loop writes its rates, without a schedule, from one that grows with a worker's first world."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -427,8 +429,13 @@ class Training:
         self.trainer.register_state("best", self.best)
         self.inner = inner
         trained = [part for part in self.model.parameters() if part.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
+        self.schedule: Any = None
+        if job.writes_rates:
+            optimizer = torch.optim.AdamW(trained, lr=1e-2 * int(os.environ["WORLD_SIZE"]))
+            self.optimizer = self.trainer.prepare(optimizer)
+        else:
+            optimizer = torch.optim.AdamW(trained, lr=1e-2)
+            self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
         self.ids = [id(part) for part in self.model.parameters()]
         self.trainer._training.members.answer_seconds = job.answer_seconds
         self.trainer._training.members.form_seconds = job.form_seconds
@@ -490,7 +497,8 @@ class Training:
             with self.trainer.step():
                 self._pass(step, data, numbers)
         if self.trainer.sync_gradients and self.trainer.global_step > step:
-            self.schedule.step()
+            if self.schedule is not None:
+                self.schedule.step()
             for name, part in self.model.named_parameters() if self.job.keeps_mean else ():
                 self.mean[name].lerp_(part.detach(), 0.1)
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
@@ -532,6 +540,10 @@ class Training:
             self.rows.append((step, self.trainer.data_parallel_size, tuple(numbers.tolist())))
         loss = functional.mse_loss(self.model(data), data)
         loss.backward()  # type: ignore[no-untyped-call]
+        writes = self.job.writes_rates
+        if writes == "always" or (writes and self.trainer.data_parallel_size > len(self.job.first)):
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -564,7 +576,8 @@ class Training:
             "counts": {name: state[name] for name in ("global_step", "epoch", "reference_batch")},
             "config": state["config"],
             "rates": rates,
-            "schedule": self.schedule.state_dict(),
+            "effective": self.optimizer.effective_rates,
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "position": self.loader.state_dict(),
             "own": self.own,
             "mean": {

@@ -1,0 +1,59 @@
+"""What is unlike between ranks that train and those that join, or does not let a job go on with other members: it is
+refused with a sentence, or made alike, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.living import Agents, Job, plan_after, plan_of, record_of
+from tests.support.ranks import RankPool, RanksFailed
+from tests.support.worlds import agents_store
+from tests.training.test_members import lived, outcomes
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of the store that agents hold."""
+    with agents_store() as number:
+        yield number
+
+
+# ---- rates that the loop writes ----
+
+
+def test_a_joiner_whose_script_makes_its_optimizer_with_another_rate_uses_the_rates_of_the_others(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    job = Job(
+        folder=tmp_path, port=port, first=(0, 1), last_step=9, joins={2: 2}, holds={3: 2}, writes_rates="as others join"
+    )
+    zero, one, two = lived(ranks, job, [first, joined], 3)
+    assert two.changes and zero.state == one.state == two.state
+
+
+def test_where_the_loop_writes_rates_already_it_could_start_from_another_and_workers_are_restarted(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    back = plan_after(joined, port, left=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([2], back)
+
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=7, joins={2: 2}, holds={3: 2}, writes_rates="always")
+    zero, one, _ = outcomes(ranks, job, [first, joined, back], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes, RanksFailed([zero, one], 90.0)
+    record = record_of(job, 1)
+    assert record is not None and record.refused_seats == (), "a restart can give all of them the same rate"
+    assert record.why_refused == (
+        "the worker in seat 2: the loop writes learning rates, which start from the one that AdamW was made with: "
+        "0.01 here, and 0.02 on the ranks that train"
+    )
