@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -58,7 +59,7 @@ from elastic_ext.torch_private.groups import groups_made
 from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
-from .checks import SamplersOfBefore
+from .checks import SamplersOfBefore, check_shared
 
 if TYPE_CHECKING:
     from .training import Training
@@ -615,6 +616,7 @@ class TrainingMembers:
             why, pending, parallel = why_anew, None, None
             try:
                 why = why or differences(facts_of(self._training), call["facts"])
+                check_all_are_shared(self._training)
                 parallel = ParallelPlan(**call["plan"])
                 pending = self._pending_of(plan, groups, call)
                 self._prepared(pending.worlds, pending.holder, parallel)
@@ -780,6 +782,14 @@ def facts_of(training: Training) -> dict[str, Any]:
     sizes = [[len(group["params"]) for group in each.param_groups] for each in training.optimizers]
     facts["the groups of parameters"] = sizes  # last: where a model differs, that says more
     return facts
+
+
+def check_all_are_shared(training: Training) -> None:
+    """Raise where optimizers train parameters that nothing would average over the ranks: one rank alone may do that."""
+    sharing = training.gradients.sharing
+    groups = [group for each in training.prepared.optimizers for group in each.param_groups]
+    left_out = partial(sharing.left_out, as_others_join=True)
+    check_shared(training.model, groups, left_out=left_out, how=sharing.name)
 
 
 def why_not_these_rates(training: Training, theirs: Sequence[float | None]) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -123,8 +124,8 @@ class Job:
     """Whether a worker looks at its plan by itself where it has waited for a file."""
     way: Literal["with", "run", "batches", "ahead"] = "with"
     """How the loop takes steps."""
-    wraps: Literal["", "ddp", "fully_shard"] = ""
-    """How the script wraps the model by itself; empty where the trainer's plan does."""
+    wraps: Literal["", "ddp", "fully_shard", "blocks"] = ""
+    """How the script wraps the model, or its blocks alone, by itself; empty where the trainer's plan does."""
     is_bare: bool = False
     """Whether a worker that is alone in its world has no process group."""
     num_workers: int = 0
@@ -410,6 +411,8 @@ class Training:
             self.model = DistributedDataParallel(self.model)
         elif job.wraps == "fully_shard":
             by_blocks()(self.model)
+        for block in self.model.blocks if job.wraps == "blocks" else ():
+            fully_shard(block)
         self.trainer = trainer_of(
             job.folder, self.model, self.loader, rank=seat, global_batch_size=job.batch, **options
         )

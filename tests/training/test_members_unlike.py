@@ -57,3 +57,26 @@ def test_where_the_loop_writes_rates_already_it_could_start_from_another_and_wor
         "the worker in seat 2: the loop writes learning rates, which start from the one that AdamW was made with: "
         "0.01 here, and 0.02 on the ranks that train"
     )
+
+
+# ---- what one rank alone may do ----
+
+
+def test_a_model_of_which_a_part_alone_is_sharded_is_trained_by_one_rank_and_no_other_joins(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0])
+    joined = plan_after(first, port, joined=[1])
+    back = plan_after(joined, port, left=[1])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([1], back)
+
+    job = Job(folder=tmp_path, port=port, first=(0,), last_step=7, joins={1: 2}, holds={3: 2}, wraps="blocks")
+    zero, _ = outcomes(ranks, job, [first, joined, back], 2, script)
+    assert zero.ok and not zero.value.changes, RanksFailed([zero], 90.0)
+    record = record_of(job, 0)
+    assert record is not None and record.refused_seats == (1,), "a restart would end at this"
+    assert "embed.weight; nothing averages their gradients, and each rank would train its own" in record.why_refused
