@@ -397,7 +397,11 @@ class TrainingMembers:
         change = None
         error: Exception | None = None
         if training.saving is not None:
-            training.saving.come_to_rest()
+            try:
+                training.saving.come_to_rest()
+            except Exception as failure:  # on all ranks, whose loops may go on after it
+                self._stay(pending, str(failure))
+                raise
         try:
             training.spread.wait()
             why_not = training.batches.why_not_ranks(training.follower.config, pending.plan.world_size)
@@ -409,7 +413,7 @@ class TrainingMembers:
         try:
             ranks.all_or_raise(error, "preparing a change of members")
         except RanksFailedError as failure:
-            self._stay(pending, _told_of(failure))
+            self._stay(pending, _told_of(failure))  # whoever would join is the cause, or all would be at a restart
             return False
         assert change is not None
         training.gradients.let_go_of_groups()
@@ -423,8 +427,7 @@ class TrainingMembers:
             training.session.take_up_model()
             training.session.take_world(ranks.world)
             training.steps.weigh_anew()
-            why = f"{type(failure).__name__}: {failure}"  # the ranks of before have met since
-            self._stay(pending, why, seats=[member.seat for member in self._joiners(pending.plan)])
+            self._stay(pending, f"{type(failure).__name__}: {failure}")  # the ranks of before have met since
             return False
         if pending.new_rank is None:
             self._leave(pending)
@@ -433,11 +436,12 @@ class TrainingMembers:
         self._tell_of_samplers(before)
         return True
 
-    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
-        """Go on as before, since a change failed before anything had moved; ``seats`` as ``_refuse`` has them."""
+    def _stay(self, pending: _Pending, why: str) -> None:
+        """Go on as before, and without those that were to join, since a change failed before anything had moved."""
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says(self._follower.config)
+        seats = [member.seat for member in self._joiners(pending.plan)]
         self._refuse(pending.plan.version, why, seats=seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:

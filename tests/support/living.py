@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
+from elastic_ext.errors import CheckpointError
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.members.regroup import Generation
 from elastic_ext.members.store import prefix_of
@@ -40,6 +41,7 @@ from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.run_dir import GivenSeat
 from elastic_ext.training.steps.state import StepPhase
+from tests.support.file_operations import FileOperations
 from tests.support.resharding import Net, all_of_it, by_blocks
 from tests.support.training import bits_of, trainer_of
 
@@ -149,6 +151,10 @@ class Job:
     """Samples of an evaluation."""
     writes_rates: Literal["", "always", "as others join"] = ""
     """From when on the loop writes its rates, without a schedule, from one that grows with a worker's first world."""
+    fails_to_save: int | None = None
+    """The step after which the first checkpoint that is saved fails on the worker in seat 1."""
+    goes_on: Literal["", "with the step", "with the epoch"] = ""
+    """With what the loop goes on where a checkpoint was not saved."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -486,11 +492,29 @@ class Training:
             self._take_ahead()
             return
         for epoch in range(self.trainer.start_epoch, self.job.num_epochs):
-            with self.trainer.epoch(epoch):
+            with self._epoch(epoch):
                 for data, numbers in self.loader:
-                    self.take(data, numbers)
+                    try:
+                        self.take(data, numbers)
+                    except CheckpointError:
+                        if self.job.goes_on != "with the step":
+                            raise
                     if self.trainer.global_step >= self.last_step and self.trainer.sync_gradients:
                         return
+
+    @contextlib.contextmanager
+    def _epoch(self, number: int) -> Iterator[None]:
+        epoch = self.trainer.epoch(number)
+        try:
+            epoch.__enter__()
+        except CheckpointError:
+            if self.job.goes_on != "with the epoch":
+                raise
+            epoch = self.trainer.epoch(number)
+            epoch.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.push(epoch)
+            yield
 
     def take(self, data: torch.Tensor, numbers: torch.Tensor) -> None:
         step = self.trainer.global_step
@@ -551,6 +575,8 @@ class Training:
         self.optimizer.zero_grad()
 
     def _hold(self, step: int) -> None:
+        if self.job.fails_to_save == step and self.seat == 1:
+            FileOperations(self.job.folder / "saved", "full", 0, like="os.writev")
         config = self.job.configs.get(step)
         if config is not None:
             write_whole(self.job.run_dir(self.seat) / "config.json", json.dumps(config).encode(), durable=False)

@@ -4,14 +4,18 @@ refused with a sentence, or made alike, and training goes on."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic_ext import CheckpointInterval
+from elastic_ext.members.store import GO
 from tests.support.living import Agents, Job, plan_after, plan_of, record_of
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.worlds import agents_store
-from tests.training.test_members import lived, outcomes
+from tests.training.test_members import check_samples, lived, outcomes
 
 
 @pytest.fixture
@@ -80,3 +84,42 @@ def test_a_model_of_which_a_part_alone_is_sharded_is_trained_by_one_rank_and_no_
     record = record_of(job, 0)
     assert record is not None and record.refused_seats == (1,), "a restart would end at this"
     assert "embed.weight; nothing averages their gradients, and each rank would train its own" in record.why_refused
+
+
+# ---- a checkpoint that was not saved as members were to change ----
+
+
+@pytest.mark.parametrize(("goes_on", "num_samples"), [("with the epoch", 48), ("with the step", 96)])
+def test_where_a_save_fails_before_members_change_they_stay_and_no_sample_is_left_out_or_comes_twice(
+    ranks: RankPool, tmp_path: Path, port: int, goes_on: Any, num_samples: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    back = plan_after(joined, port, left=[2])
+    told: list[Any] = []
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        told.append(agents.board_of(joined).take(GO, seconds=20.0))
+        agents.write([2], back)
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=8,
+        joins={2: 2},
+        holds={2: 2},
+        num_samples=num_samples,
+        saves=True,
+        options={"checkpoint_interval": CheckpointInterval(steps=3)},
+        fails_to_save=2,
+        goes_on=goes_on,
+    )
+    zero, one, _ = outcomes(ranks, job, [first, joined, back], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes, RanksFailed([zero, one], 90.0)
+    record = record_of(job, 1)
+    assert record is not None and "No space left on device" in record.why_refused
+    assert "No space left on device" in told[0]["why"]
+    check_samples(ranks, replace(job, options={}), [zero.value, one.value])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["HeartbeatSteps", "Steps"]
 
 _logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 # --- one micro-step after another, until a step commits; or is rolled back, and never happened -----------------------
@@ -471,10 +472,11 @@ class Steps:
         is_first, takes_back = self.has_not_begun, False
         self.pass_owed_boundary()
         if self._to_do_first is not None:
-            self._do_first(self._to_do_first)
+            act, self._to_do_first = self._to_do_first, None
+            self._do_first(act)
         if self._to_change is not None:
             change, self._to_change = self._to_change, None
-            takes_back = change()
+            takes_back = self._do_first(change)
         if self._to_meet is not None or self._gradients.awaited:
             self.catch_up()
         if self._gradients.before_step is not None:
@@ -571,10 +573,9 @@ class Steps:
             if optimizer.may_have_left_gradients:
                 optimizer.keep_left_gradients()
 
-    def _do_first(self, act: Callable[[], None]) -> None:
-        self._to_do_first = None
+    def _do_first(self, act: Callable[[], _Result]) -> _Result:
         try:
-            act()
+            return act()
         except BaseException:
             self._batches.rollback(1)  # what was handed out for this step is not taken
             raise
