@@ -183,8 +183,8 @@ class TrainingMembers:
         self._follower.agreement.know_members(self.version)
         self._follower.agreement.held_members = self._held_version
 
-    def tell_begun(self) -> None:
-        """Write this worker's record, now that it is known whether members can change while it trains."""
+    def tell_how(self) -> None:
+        """Write this worker's record, as it is known, or known anew, whether members can change while it trains."""
         if self._watcher is not None:
             self._why_restart = why_restart(self._training)
             self._write()
@@ -734,6 +734,11 @@ def why_restart(training: Training) -> str:
         return "a batch sampler of the script's own says which batches each rank has"
     if batches.ordered is not None and batches.ordered.draws_order:
         return "a sampler of the script's own draws the order of samples, which ranks that come do not know"
+    if batches.is_gathered_by_hand:
+        return (
+            "the loop gathers gradients over several micro-batches by itself, and counts them from where it began: "
+            "whoever joins would step in other ones"
+        )
     if training.options.share_weights is not None:
         return "share_weights has a weight for each of so many ranks"
     backend = present_backend()

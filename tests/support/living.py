@@ -151,6 +151,8 @@ class Job:
     """Samples of an evaluation."""
     writes_rates: Literal["", "always", "as others join"] = ""
     """From when on the loop writes its rates, without a schedule, from one that grows with a worker's first world."""
+    gathers: int = 0
+    """Over how many micro-batches the loop gathers gradients by itself; 0 where the trainer does."""
     fails_to_save: int | None = None
     """The step after which the first checkpoint that is saved fails on the worker in seat 1."""
     goes_on: Literal["", "with the step", "with the epoch"] = ""
@@ -388,7 +390,7 @@ class Training:
     def __init__(self, seat: int, job: Job) -> None:
         self.seat, self.job = seat, job
         self.rows: list[Row] = []
-        self.num_undone = 0
+        self.num_undone = self.num_passes = 0
         self.changes: list[tuple[int, int, int, int]] = []
         self.held: list[dict[str, int]] = []
         self.newest: list[int | None] = []
@@ -420,7 +422,12 @@ class Training:
         for block in self.model.blocks if job.wraps == "blocks" else ():
             fully_shard(block)
         self.trainer = trainer_of(
-            job.folder, self.model, self.loader, rank=seat, global_batch_size=job.batch, **options
+            job.folder,
+            self.model,
+            self.loader,
+            rank=seat,
+            global_batch_size=None if job.gathers else job.batch,
+            **options,
         )
         self.trainer.on_members(self._note)
         self.trainer.on_change("user", self._apply)
@@ -571,8 +578,10 @@ class Training:
         if writes == "always" or (writes and self.trainer.data_parallel_size > len(self.job.first)):
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.9
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.num_passes += 1
+        if self.job.gathers == 0 or self.num_passes % self.job.gathers == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def _hold(self, step: int) -> None:
         if self.job.fails_to_save == step and self.seat == 1:

@@ -86,6 +86,28 @@ def test_a_model_of_which_a_part_alone_is_sharded_is_trained_by_one_rank_and_no_
     assert "embed.weight; nothing averages their gradients, and each rank would train its own" in record.why_refused
 
 
+def test_where_the_loop_gathers_gradients_by_itself_it_is_told_once_it_does_that_members_change_by_a_restart(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0])
+    joined = plan_after(first, port, joined=[1])
+    back = plan_after(joined, port, left=[1])
+    told: list[str] = []
+
+    def script(agents: Agents) -> None:
+        told.append(agents.wait_for(0, lambda record: bool(record.why_restart)).why_restart)
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([1], back)
+
+    job = Job(folder=tmp_path, port=port, first=(0,), last_step=5, joins={1: 2}, holds={2: 2}, gathers=4)
+    zero, _ = outcomes(ranks, job, [first, joined, back], 2, script)
+    assert zero.ok and not zero.value.changes, RanksFailed([zero], 90.0)
+    record = record_of(job, 0)
+    assert record is not None and record.refused_seats == () and told[0] in record.why_refused
+    assert told[0].startswith("the loop gathers gradients over several micro-batches by itself")
+
+
 # ---- a checkpoint that was not saved as members were to change ----
 
 

@@ -124,6 +124,7 @@ class Steps:
         self._shares_always = training.options.sync_every_micro_step
         self._counts = training.counts
         self._logged = training.logged
+        self._on_gathered_by_hand = training.session.note_gathered_by_hand
         self._pass_boundary = training.session.pass_boundary
         if training.recorder is not None:
             self._pass_boundary = training.recorder.around_boundary(self._pass_boundary)
@@ -616,8 +617,9 @@ class Steps:
                 self._logged.count()
             if state.keeps_batch:
                 self._gradients.drop()
-            elif state.num_stepped == 0:
+            elif state.num_stepped == 0 and not self._batches.is_gathered_by_hand:
                 self._batches.is_gathered_by_hand = True
+                self._on_gathered_by_hand()
             if self._tells_of_infinities and self._follower.ranks.rank == 0:
                 self._tell_of_infinities()
         if self._checks.is_looking:
