@@ -80,9 +80,10 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 class Plain(Net):
     """A net whose buffers are the same on all ranks, whatever each of them sees."""
 
-    def __init__(self, num_blocks: int, *, draws: bool) -> None:
+    def __init__(self, num_blocks: int, *, draws: bool, normalizes: bool) -> None:
         super().__init__(num_blocks=num_blocks)
-        self.batch_norm = nn.Identity()  # type: ignore[assignment]
+        if not normalizes:
+            self.batch_norm = nn.Identity()  # type: ignore[assignment]
         for block in self.blocks if not draws else ():
             block.dropout = nn.Identity()
 
@@ -151,6 +152,8 @@ class Job:
     """Samples of an evaluation."""
     writes_rates: Literal["", "always", "as others join"] = ""
     """From when on the loop writes its rates, without a schedule, from one that grows with a worker's first world."""
+    leaves_traces: bool = False
+    """Whether a pass changes what is no parameter: a batch norm's statistics, random states, a registered tensor."""
     gathers: int = 0
     """Over how many micro-batches the loop gathers gradients by itself; 0 where the trainer does."""
     fails_to_save: int | None = None
@@ -400,7 +403,8 @@ class Training:
         self.evaluation: Any = self._evaluation() if job.evaluates in ("kept", "told") else None
         self.last_step = job.last_step
         torch.manual_seed(0)
-        self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=job.draws)
+        draws = job.draws or job.leaves_traces
+        self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=draws, normalizes=job.leaves_traces)
         for block in self.model.blocks if job.compiles else ():
             block.compile(backend="aot_eager")
         self.loader = ElasticDataLoader(
@@ -440,6 +444,9 @@ class Training:
         self.own = torch.full((40_000,), float(seat) if job.keeps_own else 0.0)
         if job.keeps_own:
             self.trainer.register_state("own", {"own": self.own})
+        self.counted = torch.zeros(())
+        if job.leaves_traces:
+            self.trainer.register_state("counted", {"counted": self.counted})
         if seat in job.signals:
             _end_once_formed(job.signals[seat])
         self.trainer.register_state("best", self.best)
@@ -579,6 +586,7 @@ class Training:
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.9
         self.num_passes += 1
+        self.counted += 1
         if self.job.gathers == 0 or self.num_passes % self.job.gathers == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -618,6 +626,7 @@ class Training:
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "position": self.loader.state_dict(),
             "own": self.own,
+            "counted": self.counted,
             "mean": {
                 name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in self.mean.items()
             },

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from elastic_ext import CheckpointInterval
-from elastic_ext.members.store import GO
-from tests.support.living import Agents, Job, plan_after, plan_of, record_of
+from elastic_ext.members.store import GO, here
+from tests.support.living import Agents, Job, live, plan_after, plan_of, record_of
 from tests.support.ranks import RankPool, RanksFailed
 from tests.support.worlds import agents_store
 from tests.training.test_members import check_samples, lived, outcomes
@@ -145,3 +145,41 @@ def test_where_a_save_fails_before_members_change_they_stay_and_no_sample_is_lef
     assert record is not None and "No space left on device" in record.why_refused
     assert "No space left on device" in told[0]["why"]
     check_samples(ranks, replace(job, options={}), [zero.value, one.value])
+
+
+# ---- a step that is taken back, since members did not change as it began ----
+
+
+@pytest.mark.parametrize("rollback", ["gradients", "full"])
+def test_the_step_that_is_taken_back_as_a_change_fails_leaves_no_trace(
+    ranks: RankPool, tmp_path: Path, port: int, rollback: str
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        board = agents.board_of(joined)
+        agents.wait_until(lambda: board.has(here(2)))
+        agents.kill(2)
+        agents.touch("is dead")
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=7,
+        joins={2: 2},
+        holds={3: 2},
+        waits_for={5: "is dead"},
+        form_seconds=1.0,
+        leaves_traces=True,
+        options={"rollback": rollback},
+    )
+    zero, one, _ = outcomes(ranks, job, [first, joined], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes, RanksFailed([zero, one], 90.0)
+    assert (zero.value.num_undone, one.value.num_undone) == (1, 1)
+    never = replace(job, folder=tmp_path / "never", joins={}, holds={}, waits_for={})
+    with Agents(never, [first]):
+        same = ranks.run(2, live, never, process_group=False)
+    assert [zero.value.state, one.value.state] == [each.state for each in same if each is not None]

@@ -138,6 +138,7 @@ class Steps:
         self._num_exchanges = 0  # when the step began
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
+        self._puts_back = False  # once the micro-step under way is left, which was taken back as it was entered
         self._to_do_first: Callable[[], None] | None = None
         self._to_change: Callable[[], bool] | None = None  # the members, after that
         gradients.sharing.share(now=True)  # whatever an earlier trainer left there
@@ -243,6 +244,8 @@ class Steps:
             self._checks.begin_micro_step()
         if takes_back:
             self.rollback()
+            self._kept.take()  # what the loop does until it leaves is to leave no trace
+            self._puts_back = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -256,7 +259,7 @@ class Steps:
         state = self._state
         if state.phase is StepPhase.UNDONE:
             self._gradients.drop()  # of passes that were made since it was taken back
-            state.move(StepEvent.LEAVE_UNDONE)
+            self._leave_undone()
             return
         if self.torn is not None:  # and the loop has gone on after it was told so
             raise self.torn
@@ -312,7 +315,7 @@ class Steps:
         """Handle an exception that leaves a micro-step: roll the step back, or see that it is torn or has committed."""
         state = self._state
         if state.phase is StepPhase.UNDONE:
-            state.move(StepEvent.LEAVE_UNDONE)
+            self._leave_undone()
             return
         self._raise_if_torn(error)
         self._raise_if_stuck(error)
@@ -344,6 +347,15 @@ class Steps:
                     state.move(StepEvent.LEAVE_UNDONE)
             if why is not None:
                 raise StepError(why) from error
+
+    def _leave_undone(self) -> None:
+        """Leave a micro-step whose step was taken back; of one that was so as it was entered, nothing stays."""
+        if self._puts_back:
+            self._puts_back = False
+            self._kept.restore()
+            if not self._keeps_all:
+                self._kept.let_go()
+        self._state.move(StepEvent.LEAVE_UNDONE)
 
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary."""
