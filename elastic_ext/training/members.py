@@ -394,7 +394,7 @@ class TrainingMembers:
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
         began, before = time.perf_counter(), ranks.world
-        change = None
+        change, telling = None, b""
         error: Exception | None = None
         if training.saving is not None:
             try:
@@ -408,6 +408,10 @@ class TrainingMembers:
             if why_not is not None:  # by a config that came into force since
                 raise ElasticError(why_not)
             change = self._prepared(pending.worlds, pending.holder, None)
+            if (
+                pending.worlds.has_comers and pending.new_rank == 0
+            ):  # what cannot be told is known before anything moves
+                telling = json.dumps(self._to_tell(pending)).encode()
         except Exception as caught:
             error = caught
         try:
@@ -431,7 +435,7 @@ class TrainingMembers:
             return False
         if pending.new_rank is None:
             self._leave(pending)
-        self._settle(pending, told=None)
+        self._settle(pending, telling)
         self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before)
         return True
@@ -450,18 +454,20 @@ class TrainingMembers:
             worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
-    def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> None:
-        """Have all parts follow the new world, on the ranks of it; ``told`` is None on those who were there before."""
+    def _settle(self, pending: _Pending, telling: bytes | None) -> None:
+        """Have all parts follow the new world, on the ranks of it.
+
+        ``telling`` is what the first of them tells those that join, empty on others; None on those that join.
+        """
         training, ranks, session = self._training, self._follower.ranks, self._training.session
         session.take_up_model()
         if pending.worlds.has_comers:
-            mine = json.dumps(self._to_tell(pending)).encode() if ranks.rank == 0 else b""
-            told_now = json.loads(ranks.broadcast(mine, 0, _KINDS))
+            told = json.loads(ranks.broadcast(telling or b"", 0, _KINDS))
             error: Exception | None = None
-            if told is not None:
+            if telling is None:
                 try:
-                    pending = replace(pending, drawn=told_now["drawn"])
-                    self._take_over(told_now)
+                    pending = replace(pending, drawn=told["drawn"])
+                    self._take_over(told)
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
@@ -595,7 +601,7 @@ class TrainingMembers:
         training.guarding.let_go()
         cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         self._ready = 0
-        self._settle(pending, told={})
+        self._settle(pending, None)
         self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before, has_joined=True)
         self._follower.agreement.held_members = self._held_version

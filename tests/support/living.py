@@ -154,6 +154,8 @@ class Job:
     """From when on the loop writes its rates, without a schedule, from one that grows with a worker's first world."""
     leaves_traces: bool = False
     """Whether a pass changes what is no parameter: a batch norm's statistics, random states, a registered tensor."""
+    keeps_function: bool = False
+    """Whether the schedule keeps a function among what it would save, as no checkpoint can."""
     gathers: int = 0
     """Over how many micro-batches the loop gathers gradients by itself; 0 where the trainer does."""
     fails_to_save: int | None = None
@@ -458,7 +460,10 @@ class Training:
             self.optimizer = self.trainer.prepare(optimizer)
         else:
             optimizer = torch.optim.AdamW(trained, lr=1e-2)
-            self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
+            schedule = StepLR(optimizer, step_size=5, gamma=0.5)
+            if job.keeps_function:
+                schedule.function = abs  # type: ignore[attr-defined]
+            self.optimizer, self.schedule = self.trainer.prepare(optimizer, schedule)
         self.ids = [id(part) for part in self.model.parameters()]
         self.trainer._training.members.answer_seconds = job.answer_seconds
         self.trainer._training.members.form_seconds = job.form_seconds

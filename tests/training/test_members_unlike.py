@@ -63,6 +63,38 @@ def test_where_the_loop_writes_rates_already_it_could_start_from_another_and_wor
     )
 
 
+# ---- what nobody can be told ----
+
+
+def test_a_schedule_that_cannot_be_told_to_a_joiner_is_found_before_anything_moves_and_training_goes_on(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    left = plan_after(joined, port, left=[1, 2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([2], left)
+        agents.tell(first, left)
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=10,
+        joins={2: 2},
+        holds={3: 2, 6: 3},
+        keeps_function=True,
+    )
+    zero, one, _ = outcomes(ranks, job, [first, joined, left], 3, script)
+    assert zero.ok and one.ok, RanksFailed([zero, one], 90.0)
+    assert [change[0] for change in zero.value.changes] == [3], "where nobody joins nothing has to be told"
+    record = record_of(job, 0)
+    assert record is not None and record.refused_seats == (2,) and "TypeError" in record.why_refused
+
+
 # ---- what one rank alone may do ----
 
 
