@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.members.decision import MeetingDecision, NodeWords, RoundStart, decide_members, settle
 from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.regroup import answer_for
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
@@ -432,8 +433,9 @@ class ElasticAgent(LocalElasticAgent):
 
     def _drop_out(self, why: str) -> NoReturn:
         """Leave the nodes that this one was to join, which go on without it; always raises NotTaken."""
-        if self._members.change is not None:
-            self._members.change.tell_failed(why)
+        if (change := self._members.change) is not None:
+            change.tell_failed(why)
+            answer_for(change.plan, self._members.seats_in(change.plan), why)
         self._meeting.leave()
         raise NotTaken(why)
 

@@ -21,6 +21,7 @@ from elastic_ext.members.decision import (
     LeavingNode,
     NodeWords,
     RoundStart,
+    RowState,
     stage_of,
     why_restart_of,
 )
@@ -85,7 +86,10 @@ def _record_in(file: Path, seat: int) -> MemberRecord | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeEnd:
-    """How a change has ended: ``failed`` is one whose joiners have not become ready, before others were told of it."""
+    """How a change has ended: ``failed`` is one whose joiners have not become ready, before others were told of it.
+
+    To a node that joins it is one whose own workers have not.
+    """
 
     kind: Literal["applied", "failed", "refused", "late"]
     why: str = ""
@@ -154,7 +158,9 @@ class LiveChange:
         if stage.kind == "ready" and not self.is_told and not self.is_joining:
             self.is_told, self._told_at = True, now
             self._on_ready()
-        if stage.kind in ("applied", "refused") or (stage.kind == "failed" and not self.is_told):
+        # Of one that joins, another one fails that joins too: all nodes meet again, and this one may join without it.
+        is_over = stage.kind == "failed" and not (self.is_told or self.is_joining)
+        if stage.kind in ("applied", "refused") or is_over:
             return ChangeEnd(kind=stage.kind, why=stage.why, refused=stage.refused)
         if row.state == "warming" and self.seconds > _WARM_SECONDS:
             return ChangeEnd(kind="failed", why=f"its workers are not ready after {_WARM_SECONDS:.0f} seconds")
@@ -170,7 +176,9 @@ class LiveChange:
 
     def tell_failed(self, why: str) -> None:
         """Tell the other nodes that the workers of this node, which were to join, do not."""
-        self._tell(ChangeRow(node_id=self._node_id, version=self.plan.version, state="failed", why=why))
+        was_ready = self._row is not None and self._row.state == "ready"
+        state: RowState = "lost" if was_ready else "failed"
+        self._tell(ChangeRow(node_id=self._node_id, version=self.plan.version, state=state, why=why))
 
     def _tell(self, row: ChangeRow) -> None:
         if row != self._row:

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -112,6 +112,19 @@ def test_who_joins_and_dies_before_it_is_ready_is_dropped_and_nobody_notices(job
             end(job, first, third)
         assert first.kinds().count("workers-started") == 1
         assert [each["details"]["plan"] for each in told(first, "membership")] == [1, 3], "of 2 no worker has heard"
+
+
+@pytest.mark.slow
+def test_who_joins_beside_one_that_dies_joins(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1), job.node(2, script=("-m", "no_such_module"))) as (second, third):
+            assert third.end() == 1
+            after = job.wait_for(2)
+            assert before.keys() < after.keys()
+            wait_for_kind(second, "membership-in-force")
+            end(job, first, second)
+        assert first.kinds().count("workers-started") == second.kinds().count("workers-started") == 1
 
 
 @pytest.mark.slow
@@ -324,6 +337,65 @@ def test_a_refusal_names_the_nodes_for_the_sake_of_whose_workers_it_is(
     record = replace(RECORD, agreed=4, refused=4, why_refused="it is another model", refused_seats=seats)
     end = change_of(tmp_path, record).end
     assert end is not None and (end.kind, end.why, end.refused) == ("refused", "it is another model", nodes)
+
+
+def changes_of(folder: Path, joined: Sequence[str]) -> dict[str, LiveChange]:
+    """The change by which these nodes join a and b, on each of the nodes; their workers have said nothing so far."""
+    names = ["a", "b", *joined]
+    shares = [NodeShare(node_id=name, host="one", first_rank=at, num_workers=1) for at, name in enumerate(names)]
+    plan = MembershipPlan(version=4, nodes=tuple(shares), reason="they join", time=1.0, mode="live")
+    boards = HashStore()
+    found = {}
+    for place, name in enumerate(names):
+        (folder / name).mkdir()
+        found[name] = LiveChange(
+            plan,
+            joined=joined,
+            node_id=name,
+            board=RoundBoard(boards, place=place, num_nodes=len(names)),
+            run_dir=folder / name,
+            limit_seconds=60.0,
+            on_ready=lambda: None,
+        )
+    return found
+
+
+def get_ready(folder: Path, name: str, seat: int) -> None:
+    """Have the worker of a node say that it is ready to join."""
+    member_file(folder / name, seat).write_text(replace(RECORD, seat=seat, ready=4).to_json())
+
+
+def test_a_joiner_that_is_lost_between_the_looks_of_two_agents_has_both_tell_their_workers(tmp_path: Path) -> None:
+    a, b, c = changes_of(tmp_path, ["c"]).values()
+    assert [each.look() for each in (a, b, c)] == [None, None, None]
+    get_ready(tmp_path, "c", 2)
+    c.look()
+    a.look()
+    assert a.is_told and not b.is_told
+    c.tell_failed("rank 0 exited with status 1")
+    assert a.look() is None and b.look() is None
+    assert b.is_told, "else ranks of the one wait for the plan of the other"
+
+
+def test_a_joiner_beside_one_that_fails_is_not_at_fault_and_waits_until_all_meet_again(tmp_path: Path) -> None:
+    a, _, c, d = changes_of(tmp_path, ["c", "d"]).values()
+    get_ready(tmp_path, "c", 2)
+    c.look()
+    d.look()
+    d.tell_failed("rank 0 exited with status 1")
+    assert c.look() is None
+    end = a.look()
+    assert end is not None and end.kind == "failed" and not a.is_told
+
+
+def test_a_joiner_that_fails_before_it_is_ready_has_nobody_tell_workers(tmp_path: Path) -> None:
+    a, b, c = changes_of(tmp_path, ["c"]).values()
+    c.look()
+    c.tell_failed("rank 0 exited with status 1")
+    ends = [each.look() for each in (a, b)]
+    assert [(end.kind, end.why) for end in ends if end is not None] == [
+        ("failed", "c: rank 0 exited with status 1")
+    ] * 2
 
 
 # ---- requests over the control socket ----
