@@ -14,6 +14,7 @@ Where something fails before anything has moved, ranks go on as before, and the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -396,6 +397,10 @@ class TrainingMembers:
         began, before = time.perf_counter(), ranks.world
         change, telling = None, b""
         error: Exception | None = None
+        why, absent = self._why_not_coming_any_more(pending)
+        if why:
+            self._stay(pending, why, seats=absent)
+            return False
         if training.saving is not None:
             try:
                 training.saving.come_to_rest()
@@ -440,13 +445,27 @@ class TrainingMembers:
         self._tell_of_samplers(before)
         return True
 
-    def _stay(self, pending: _Pending, why: str) -> None:
-        """Go on as before, and without those that were to join, since a change failed before anything had moved."""
+    def _why_not_coming_any_more(self, pending: _Pending) -> tuple[str, list[int]]:
+        """Why workers that join cannot come any more, as their agents say, and their seats; with all old ranks."""
+        if not pending.worlds.has_comers:
+            return "", []
+        ranks, found = self._follower.ranks, ("", [])
+        if ranks.rank == 0:
+            with contextlib.suppress(BoardGone):  # as ranks find out that form groups there
+                found = _refusals(pending.groups.quick_board, self._joiners(pending.plan))
+        why, absent = json.loads(ranks.broadcast(json.dumps(found).encode(), 0, _CALLING))
+        return why, absent
+
+    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] | None = None) -> None:
+        """Go on as before, since a change failed before anything had moved, and without the workers in ``seats``.
+
+        None: without any of those that were to join.
+        """
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says(self._follower.config)
-        seats = [member.seat for member in self._joiners(pending.plan)]
-        self._refuse(pending.plan.version, why, seats=seats)
+        joiners = [member.seat for member in self._joiners(pending.plan)]
+        self._refuse(pending.plan.version, why, seats=joiners if seats is None else seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
@@ -836,9 +855,14 @@ def _why_not_coming(
             if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
                 why = f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
                 return why, [member.seat]
-        answers = {member.seat: board.read(here(member.seat)) for member in joiners}
+        return _refusals(board, joiners)
     except BoardGone as error:
         return str(error), []
+
+
+def _refusals(board: Board, joiners: Sequence[Member]) -> tuple[str, list[int]]:
+    """Why workers that join cannot come, by their answers, and their seats, as ``_why_not_coming`` has them."""
+    answers = {member.seat: board.read(here(member.seat)) for member in joiners}
     reasons = {seat: str(answer["why"]) for seat, answer in answers.items() if answer["why"]}
     seats = [seat for seat in reasons if not answers[seat]["restarts"]]
     return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), seats

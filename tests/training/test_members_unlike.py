@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ext import CheckpointInterval
+from elastic_ext.members.regroup import answer_for
 from elastic_ext.members.store import GO, here
 from tests.support.living import Agents, Job, live, plan_after, plan_of, record_of
 from tests.support.ranks import RankPool, RanksFailed
@@ -215,3 +216,44 @@ def test_the_step_that_is_taken_back_as_a_change_fails_leaves_no_trace(
     with Agents(never, [first]):
         same = ranks.run(2, live, never, process_group=False)
     assert [zero.value.state, one.value.state] == [each.state for each in same if each is not None]
+
+
+# ---- a joiner that is no more ----
+
+
+@pytest.mark.parametrize("when", ["before it answers", "once it has answered"])
+def test_of_a_joiner_that_dies_its_agent_tells_the_ranks_and_these_do_not_wait_for_it(
+    ranks: RankPool, tmp_path: Path, port: int, when: str
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2, 3])
+
+    def script(agents: Agents) -> None:
+        if when == "before it answers":
+            agents.wait_for(2, lambda record: record.ready == 2)
+            agents.kill(2)
+            answer_for(joined, [2], "it was killed")
+        agents.tell(first, joined)
+        if when == "once it has answered":
+            agents.wait_for(0, lambda record: record.agreed == 2)
+            agents.kill(2)
+            answer_for(joined, [2], "it was killed")
+        agents.touch("is dead")
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.kill(3)
+
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=7,
+        joins={2: 2, 3: 2},
+        holds={3: 2},
+        waits_for={5: "is dead"},
+    )
+    zero, one, two, three = outcomes(ranks, job, [first, joined], 4, script)
+    assert (two.exit_signal, three.exit_signal) == (9, 9)
+    assert zero.ok and one.ok and not zero.value.changes, RanksFailed([zero, one], 90.0)
+    record = record_of(job, 1)
+    assert record is not None and record.why_refused == "the worker in seat 2: it was killed"
+    assert record.refused_seats == (2,), "the other may join without it"
