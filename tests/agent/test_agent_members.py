@@ -36,7 +36,12 @@ from tests.support.member_nodes import (
     told,
     wait_for_kind,
 )
-from tests.support.nodes import nodes, until
+from tests.support.nodes import Node, nodes, until
+
+
+def record_in(node: Node, seat: int) -> MemberRecord:
+    """What the worker in a seat says of itself as a member."""
+    return MemberRecord.from_json(member_file(node.run_dir, seat).read_text())
 
 
 @pytest.fixture
@@ -234,6 +239,35 @@ def test_where_no_boundary_comes_in_time_all_workers_are_started_anew(job: Job) 
             assert "no boundary between two steps has come within 2 seconds of membership 2" in first.text
             end(job, first, second)
         assert first.kinds().count("workers-started") == 2 and "worker-failed" not in first.kinds()
+
+
+@pytest.mark.slow
+def test_a_node_leaves_in_time_also_where_its_workers_come_to_no_plan_that_they_have_agreed_on(job: Job) -> None:
+    job.say("agreed")
+    with job.started("--shutdown-timeout=6") as first, nodes(job.node(1, "--shutdown-timeout=6")) as (second,):
+        until(lambda: record_in(first, 0).agreed == 2 or None, what="the workers agree")
+        first.send(signal.SIGTERM)
+        wait_for_kind(first, "leaving")
+        assert first.end() == 143
+        job.wait_for(1, of=second)
+        end(job, second)
+
+
+def test_a_node_that_has_just_joined_leaves_live_also_before_all_others_have_said_so(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        job.say("quiet")
+        with nodes(job.node(1)) as (second,):
+            job.wait_for(2, version=2)
+            second.send(signal.SIGTERM)
+            since = time.monotonic()
+            until(lambda: time.monotonic() > since + 1.5 or None)
+            (job.folder / "quiet").unlink()
+            assert second.end() == 143
+            assert "the workers of this node have left those of others" in second.text
+        assert job.wait_for(1, version=3).keys() == before.keys()
+        end(job, first)
+        assert first.kinds().count("workers-started") == 1
 
 
 @pytest.mark.slow
