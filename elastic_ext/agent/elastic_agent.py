@@ -581,13 +581,18 @@ class ElasticAgent(LocalElasticAgent):
         drain = self._drains.of(self._launch.node_id, board)
         if self._members.change is not None or drain is None:
             return
-        if drain.is_due(plan):
+        node_id, is_due = self._launch.node_id, drain.is_due(plan)
+        if is_due and self._drains.are_enough_without(
+            node_id, board, plan, min_nodes=self._launch.min_nodes, gone=self._gone()
+        ):
             self.is_drained = True
             why = "another node has joined" if drain.after_join else "elastic-ext members drain"
             self._leave(signal.SIGTERM, why)
         if not self._has_told_drain:
             self._has_told_drain = True
-            self._journal.tell("leaving", "elastic-ext members drain: this node leaves once another one has joined")
+            why = f", as the job needs {self._launch.min_nodes} (--nnodes) and others leave" if is_due else ""
+            words = f"elastic-ext members drain: this node leaves once another one has joined{why}"
+            self._journal.tell("leaving", words)
 
     def _is_replaced_by_restart(self) -> bool:
         """Whether this node leaves now that another joins, so that the workers of all are started anew but once."""

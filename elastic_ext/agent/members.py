@@ -526,23 +526,28 @@ class Drain:
         return not self.after_join or any(node.node_id not in self.known for node in plan.nodes)
 
 
-def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int) -> str:
-    """The id of the node that is to leave; ValueError where that is none, or the job cannot go on without it. Pure."""
+def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int, leaving: Collection[str] = ()) -> str:
+    """The id of the node that is to leave; ValueError where that is none, or the job cannot go on without it. Pure.
+
+    ``leaving`` are the nodes that have been told to leave before.
+    """
     nodes = {node.node_id: node.host for node in plan.nodes}
     found = [drain.node] if drain.node in nodes else [each for each, host in nodes.items() if host == drain.node]
     if not found:
         raise ValueError(f"node {drain.node} is not in the job; its nodes are {', '.join(nodes)}")
     if len(found) > 1:
         raise ValueError(f"{drain.node} has several nodes of the job; name one of {', '.join(found)}")
-    if len(nodes) == 1 and not drain.after_join:
+    others = [each for each in nodes if each in leaving and each != found[0]]
+    num_nodes, once = len(nodes) - len(others), f" once {', '.join(others)} has left" if others else ""
+    if num_nodes == 1 and not drain.after_join:
         raise ValueError(
-            f"node {found[0]} is the only one of the job, and the state of training would go with it; with "
+            f"node {found[0]} is the only one of the job{once}, and the state of training would go with it; with "
             "--after-join the node leaves once another has joined, and to end the job stop its agent"
         )
-    if len(nodes) <= min_nodes and not drain.after_join:
+    if num_nodes <= min_nodes and not drain.after_join:
         raise ValueError(
-            f"the job has {len(nodes)} nodes and needs {min_nodes} (--nnodes); with --after-join the node leaves once "
-            "another has joined"
+            f"the job has {num_nodes} nodes{once} and needs {min_nodes} (--nnodes); with --after-join the node leaves "
+            "once another has joined"
         )
     return found[0]
 
@@ -553,6 +558,11 @@ class Drains:
     def __init__(self) -> None:
         self._requests: deque[Drain] = deque()
         self._followed: dict[str, Drain] = {}  # by node, until it has left
+
+    @property
+    def leaving(self) -> set[str]:
+        """The nodes that are to leave at once, as far as this agent has heard of it."""
+        return {each.node for each in (*self._followed.values(), *self._requests) if not each.after_join}
 
     def add(self, drain: Drain) -> None:
         """Hand over a request; its ``node`` is an id."""
@@ -569,12 +579,27 @@ class Drains:
             board.post_quietly(f"{_DRAIN}/{node}", asdict(drain))
 
     def of(self, node_id: str, board: RoundBoard) -> Drain | None:
-        """The request that a node leaves, as somebody has told it on the board; None where nobody has."""
+        """The request that a node leaves, as somebody has told it on the board; None where nobody has.
+
+        This agent tells it too from then on, as the one that was asked may leave itself.
+        """
         row = board.read_quietly(f"{_DRAIN}/{node_id}")
         try:
-            return None if row is None else record_of(Drain, row)
+            return None if row is None else self._followed.setdefault(node_id, record_of(Drain, row))
         except ValueError:
             return None
+
+    def are_enough_without(
+        self, node_id: str, board: RoundBoard, plan: MembershipPlan, *, min_nodes: int, gone: Collection[str]
+    ) -> bool:
+        """Whether enough nodes stay where this one leaves now; of several that are to leave the first ones do.
+
+        ``gone`` are the nodes that have left or are leaving.
+        """
+        names = [node.node_id for node in plan.nodes]
+        asked = {name: self.of(name, board) for name in names[: names.index(node_id)]}
+        leaving = {name for name, drain in asked.items() if drain is not None and drain.is_due(plan)}
+        return len({*names} - {*gone} - leaving - {node_id}) >= max(min_nodes, 1)
 
 
 def members_requests(
@@ -585,7 +610,7 @@ def members_requests(
     def drain(request: Mapping[str, Any]) -> dict[str, Any]:
         asked = record_of(Drain, request, place="members-drain.")
         plan = MembershipPlan.from_json(read_at_most(run_dir / MEMBERSHIP_FILE, MOST_BYTES).decode())
-        node = drained_node(plan, asked, min_nodes=min_nodes)
+        node = drained_node(plan, asked, min_nodes=min_nodes, leaving=drains.leaving)
         drains.add(replace(asked, node=node, known=tuple(each.node_id for each in plan.nodes)))
         return {"node": node}
 

@@ -19,12 +19,13 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.arguments import without_outer
-from elastic_ext.agent.members import Drain, Drains, LiveChange, drained_node
+from elastic_ext.agent.members import Drain, Drains, LiveChange, drained_node, members_requests
 from elastic_ext.cli import main
 from elastic_ext.members.decision import ChangeRow
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import is_alive
+from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord, member_file
 from tests.support.member_nodes import (
     Job,
@@ -572,3 +573,71 @@ def test_a_training_under_ddp_goes_on_in_its_processes_as_a_node_joins_and_leave
 
 def test_what_a_worker_is_told_does_not_reach_an_agent_that_it_starts() -> None:
     assert without_outer({"ELASTIC_EXT_JOINS": "3", "HOME": "/"}) == {"HOME": "/"}
+
+
+def nodes_of(*names: str) -> MembershipPlan:
+    """A plan with a worker on each of these nodes."""
+    shares = [NodeShare(node_id=name, host=name, first_rank=rank, num_workers=1) for rank, name in enumerate(names)]
+    return MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "min_nodes", "why"),
+    [
+        ("ab", 1, "node b is the only one of the job once a has left"),
+        ("abc", 2, r"the job has 2 nodes once a has left and needs 2 \(--nnodes\)"),
+    ],
+)
+def test_a_second_request_is_refused_that_would_leave_too_few_nodes_together_with_the_first(
+    tmp_path: Path, names: str, min_nodes: int, why: str
+) -> None:
+    (tmp_path / MEMBERSHIP_FILE).write_text(nodes_of(*names).to_json())
+    drains = Drains()
+    drain = members_requests(tmp_path, drains, min_nodes=min_nodes)["members-drain"]
+    assert drain({"node": "a"}) == {"node": "a"}
+    with pytest.raises(ValueError, match=why):
+        drain({"node": "b"})
+    drains.tell(RoundBoard(HashStore(), place=0, num_nodes=2), nodes_of(*names))
+    with pytest.raises(ValueError, match=why):
+        drain({"node": "b"})
+    assert drain({"node": "a"}) == {"node": "a"} and drain({"node": "b", "after_join": True}) == {"node": "b"}
+
+
+@pytest.mark.parametrize(
+    ("names", "min_nodes", "gone", "leave"),
+    [
+        ("ab", 1, "", "a"),
+        ("abc", 2, "", "a"),
+        ("abc", 1, "", "ab"),
+        ("abc", 2, "b", ""),
+        ("abc", 0, "", "ab"),
+    ],
+)
+def test_of_nodes_that_different_agents_were_asked_to_have_leave_the_first_do_as_long_as_enough_stay(
+    names: str, min_nodes: int, gone: str, leave: str
+) -> None:
+    store, plan = HashStore(), nodes_of(*names)
+    agents = {name: (Drains(), RoundBoard(store, place=at, num_nodes=len(names))) for at, name in enumerate(names)}
+    for name, (drains, board) in agents.items():
+        drains.add(Drain(node=name))
+        drains.tell(board, plan)
+    may = [
+        name
+        for name, (drains, board) in agents.items()
+        if name not in gone and drains.are_enough_without(name, board, plan, min_nodes=min_nodes, gone=gone)
+    ]
+    assert "".join(may) == leave
+
+
+def test_a_request_is_told_on_by_the_node_that_is_to_leave_where_the_agent_that_was_asked_has_left() -> None:
+    store, plan = HashStore(), nodes_of("a", "b")
+    asked, own = (
+        (Drains(), RoundBoard(store, place=0, num_nodes=2)),
+        (Drains(), RoundBoard(store, place=1, num_nodes=2)),
+    )
+    asked[0].add(Drain(node="b", after_join=True))
+    asked[0].tell(asked[1], plan)
+    assert own[0].of("b", own[1]) is not None
+    later = RoundBoard(HashStore(), place=0, num_nodes=1)
+    own[0].tell(later, nodes_of("b"))
+    assert own[0].of("b", later) == Drain(node="b", after_join=True)
