@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.members.decision import (
@@ -51,6 +51,7 @@ __all__ = [
     "member_records",
     "members_requests",
     "planned_in_words",
+    "why_restart_told",
 ]
 
 _MOST_BYTES = 1 << 16
@@ -58,6 +59,8 @@ _ROWS = "change"
 _LEAVING = "leaving"
 _DRAINING = "draining"
 _DRAIN = "drain"
+_HOW = "members"
+_BY_RESTART = "nodes join and leave by a restart of all workers: "
 _WARM_SECONDS = 1800.0  # for the start, the model and the first passes of workers that join
 
 
@@ -79,6 +82,25 @@ def _record_in(file: Path, seat: int) -> MemberRecord | None:
     except (OSError, ValueError):
         return None
     return record if record.seat == seat else None
+
+
+class _Told(Protocol):
+    """An event, as far as it is read here."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+def why_restart_told(events: Sequence[_Told]) -> str:
+    """Why members can change by a restart alone, as an agent has told it last in ``events``, oldest first; else empty.
+
+    It knows more than its workers do: what it was asked for, and what the ranks have refused.
+    """
+    how = next((each.text for each in reversed(events) if each.kind == _HOW), "")
+    return how.removeprefix(_BY_RESTART) if how.startswith(_BY_RESTART) else ""
 
 
 # --- a change in which workers go on ---------------------------------------------------------------------------------
@@ -331,10 +353,10 @@ class Membership:
         if None in member_records(self._run_dir, self.seats_in(self.plan)).values():
             return
         why = self.why_restart()
-        how = f"nodes join and leave {f'by a restart of all workers: {why}' if why else 'while workers go on'}"
+        how = f"{_BY_RESTART}{why}" if why else "nodes join and leave while workers go on"
         if how != self._how_told:
             self._how_told = how
-            self._journal.tell("members", how)
+            self._journal.tell(_HOW, how)
 
     def hold_back_joins(self, board: RoundBoard) -> None:
         """Have nodes wait that want to join, while a change is under way, or as long as they would need a restart."""

@@ -307,7 +307,9 @@ def test_a_node_waits_to_join_as_long_as_it_would_need_a_restart_where_members_c
 
 
 @pytest.mark.parametrize("by", ["the workers", "--members"])
-def test_where_members_change_by_a_restart_it_is_said_why(job: Job, by: str) -> None:
+def test_where_members_change_by_a_restart_it_is_said_why(
+    job: Job, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
     if by == "the workers":
         job.say("why", "the dataset is an IterableDataset")
     options = () if by == "the workers" else ("--members=restart",)
@@ -316,6 +318,9 @@ def test_where_members_change_by_a_restart_it_is_said_why(job: Job, by: str) -> 
         (planned,) = told(first, "members-planned")
         why = "the dataset is an IterableDataset (rank 0 on" if by == "the workers" else "--members=restart asks"
         assert why in planned["text"] and planned["details"]["mode"] == "restart"
+        wait_for_kind(first, "members")
+        assert main(["members", "--run-dir", str(first.run_dir)]) == 0
+        assert f"members change by a restart of all workers: {why}" in capsys.readouterr().out
         assert sorted(row[3] for row in after.values()) == [0, 1] and plan_of(second).mode == "restart"
         end(job, first, second)
 

@@ -62,6 +62,17 @@ def test_it_is_told_why_all_workers_would_be_started_anew(records: list[MemberRe
     assert f"members change {how}" in members_in_words(view_of(PLAN, records, []))
 
 
+def test_where_an_agent_asks_for_a_restart_it_does_not_matter_that_workers_could_go_on() -> None:
+    events = [
+        event("members", "nodes join and leave while workers go on", 2.0),
+        event("members", "nodes join and leave by a restart of all workers: --members=restart asks for that on a", 3.0),
+    ]
+    view = view_of(PLAN, [record(0), record(1)], events)
+    assert view.is_live is False
+    assert "members change by a restart of all workers: --members=restart asks for that on a" in members_in_words(view)
+    assert view_of(PLAN, [record(0), record(1)], events[:1]).is_live is True
+
+
 def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:
     joining = record(5, version=0, ready=4)
     view = view_of(PLAN, [record(0), joining], [PLANNED])
