@@ -180,10 +180,11 @@ class LiveChange:
         if stage.kind == "ready" and not self.is_told and not self.is_joining:
             self.is_told, self._told_at = True, now
             self._on_ready()
-        # Of one that joins, another one fails that joins too: all nodes meet again, and this one may join without it.
-        is_over = stage.kind == "failed" and not (self.is_told or self.is_joining)
-        if stage.kind in ("applied", "refused") or is_over:
+        if stage.kind in ("applied", "refused"):
             return ChangeEnd(kind=stage.kind, why=stage.why, refused=stage.refused)
+        # To a node that joins it is another one that fails: all nodes meet again, and this one may join without it.
+        if stage.kind == "failed" and not (self.is_told or self.is_joining):
+            return ChangeEnd(kind=stage.kind, why=stage.why)
         if row.state == "warming" and self.seconds > _WARM_SECONDS:
             return ChangeEnd(kind="failed", why=f"its workers are not ready after {_WARM_SECONDS:.0f} seconds")
         is_applied = row.state == "applied"

@@ -449,7 +449,8 @@ class TrainingMembers:
         """Why workers that join cannot come any more, as their agents say, and their seats; with all old ranks."""
         if not pending.worlds.has_comers:
             return "", []
-        ranks, found = self._follower.ranks, ("", [])
+        ranks = self._follower.ranks
+        found: tuple[str, list[int]] = "", []
         if ranks.rank == 0:
             with contextlib.suppress(BoardGone):  # as ranks find out that form groups there
                 found = _refusals(pending.groups.quick_board, self._joiners(pending.plan))
