@@ -658,6 +658,32 @@ def class_name_faults(sources: Mapping[str, str]) -> list[str]:
     ]
 
 
+NOT_EXPORTED: Mapping[str, str] = {
+    # "module.name": the reason why others import a name that __all__ leaves out
+    "errors.StepUndone": "what goes from one step to its retry, and reaches no script",
+}
+
+
+def export_faults(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
+    """Names that other modules import and that ``__all__`` leaves out, and reasons for such that are none any more."""
+    found: dict[str, str] = {}
+    for module, imports in _graph(sources).items():
+        for target in (each.target.removeprefix(f"{PACKAGE}.") for each in imports):
+            owner, _, name = target.rpartition(".")
+            exported = None if owner not in sources or target in sources else _exported(sources[owner])
+            if exported is not None and name not in exported:
+                found.setdefault(target, f"{module} imports {target}, which is not in __all__ there")
+    return sorted([words for target, words in found.items() if target not in allowed] + [*(allowed.keys() - found)])
+
+
+def _exported(source: str) -> list[str] | None:
+    """The names in ``__all__`` of a module; None where it has none."""
+    for node in parsed(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+    return None
+
+
 def _arguments(node: ast.ClassDef) -> list[ast.arg]:
     """What the constructor that a class writes itself takes; nothing where it writes none."""
     made = next((each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
@@ -893,6 +919,10 @@ def test_list_of_broad_excepts_is_not_stale() -> None:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     _no_faults(class_name_faults(SOURCES))
+
+
+def test_what_others_import_of_a_module_is_in_its_list_of_names() -> None:
+    _no_faults(export_faults(SOURCES, NOT_EXPORTED))
 
 
 def test_only_boards_call_a_store() -> None:
@@ -1136,6 +1166,12 @@ def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:
 def test_class_name_that_stands_for_two_things_is_found() -> None:
     sources = {"data.order": "class Place: ...", "config.rounds": "if True:\n    class Place: ...\nclass Other: ..."}
     assert class_name_faults(sources) == ["Place is a class of config.rounds and of data.order: give each its own name"]
+
+
+def test_import_of_a_name_that_is_not_exported_is_found_and_a_stale_reason_too() -> None:
+    sources = {"a": "__all__ = ['f']\ndef f() -> None: ...\ndef g() -> None: ...", "b": "from .a import f, g"}
+    assert export_faults(sources, {}) == ["b imports a.g, which is not in __all__ there"]
+    assert export_faults(sources, {"a.g": "why", "a.f": "why"}) == ["a.f"]
 
 
 def test_call_of_a_store_is_found_and_a_stale_reason_too() -> None:

@@ -526,10 +526,11 @@ ADDED = {
         "global_batch_size",
         "micro_batch_size",
         "learning_rate",
+        "num_processors",
     },
     "profile-0.jsonl": {"logged", "logged_weights", "members"},
     "job.json": {"members"},
-    "workers.json workers": {"seat"},
+    "workers.json workers": {"seat", "children_bytes"},
     "membership.json": {"mode", "generation", "store", "num_seats"},
     "membership.json nodes": {"seats"},
 }

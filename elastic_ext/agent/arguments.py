@@ -126,9 +126,10 @@ def parser() -> argparse.ArgumentParser:
         "--members",
         action=env,
         type=str,
-        default="restart",
-        help="How nodes join and leave: restart (the default): all workers are started anew; auto: the workers of the "
-        "others go on, where the job can; live: likewise, and a node that would need a restart waits instead.",
+        default="auto",
+        help="How nodes join and leave: auto (the default): the workers of the others go on where the job can, else "
+        "all workers are started anew; live: likewise, but a node that would need a restart waits; restart: all "
+        "workers are always started anew.",
     )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(

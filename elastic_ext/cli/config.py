@@ -19,7 +19,7 @@ from elastic_ext.agent.config_writer import AgentsConfig, living_agent_of
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.status.files import read_run_directory
 from elastic_ext.config.elastic_config import ElasticConfig
-from elastic_ext.config.history import CONFIG_EVENTS, ConfigEdit, ConfigHistory, HistoryEntry, refused_in
+from elastic_ext.config.history import CONFIG_EVENTS, ConfigEdit, ConfigHistory, HistoryEntry, refused_in, unset_values
 from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.records.json import read_value, shown
 from elastic_ext.records.metrics import JobEvent, RankMetrics
@@ -45,7 +45,8 @@ class ConfigPlace(Protocol):
     """A place with a config and all of its versions: a file, or a master.
 
     ``refused`` gives why the ranks of the job have refused versions, by digest, and ``judged``, after a write, what
-    they make of the new one; None where that is not waited for. ``taken`` gives how many nodes have a version, and how
+    they make of the new one; None where that is not waited for. ``unset`` gives the values in force of keys that no
+    version sets, as far as ranks have told them. ``taken`` gives how many nodes have a version, and how
     many there are, and ``step`` how many steps training has taken; None where nobody tells.
     """
 
@@ -58,6 +59,7 @@ class ConfigPlace(Protocol):
     def set(self, edit: ConfigEdit) -> ElasticConfig: ...
     def undo(self) -> ElasticConfig: ...
     def refused(self) -> Mapping[str, str]: ...
+    def unset(self) -> Mapping[str, object]: ...
     def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
     def step(self) -> int | None: ...
@@ -128,6 +130,11 @@ class FilesConfig:
         """Why the job's ranks have refused versions, by the digest of their contents, as their events say it."""
         self._look()
         return refused_in(self._told)
+
+    def unset(self) -> Mapping[str, object]:
+        """The values in force of keys that no version sets, as far as the job's ranks have told them."""
+        self._look()
+        return unset_values(self._told)
 
     def judged(self, new: ElasticConfig) -> JobAnswer | None:
         """Wait a few seconds for the running job to take ``new`` or to refuse it; None where none follows the file.
@@ -257,19 +264,19 @@ def _diff(place: ConfigPlace, options: argparse.Namespace) -> str:
     second = given[1] if len(given) > 1 else entries[-1].config
     if options.json:
         return _line({"from": first.version, "to": second.version, "changes": _changes_record(first, second)})
-    return _changes(first, second)
+    return _changes(first, second, place.unset())
 
 
 def _history(place: ConfigPlace, options: argparse.Namespace) -> str:
     if options.json:
         return "".join(f"{line}\n" for line in place.json_lines())
     lines = []
-    previous = ElasticConfig(version=0)
+    previous, unset = ElasticConfig(version=0), place.unset()
     for entry in place.entries():
         when = datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M:%S")
         reason = f": {on_one_line(entry.config.reason)}" if entry.config.reason else ""
         lines.append(f"version {entry.config.version}, {when}{reason}\n")
-        lines += [f"  {line}\n" for line in _changes(previous, entry.config).splitlines()]
+        lines += [f"  {line}\n" for line in _changes(previous, entry.config, unset).splitlines()]
         previous = entry.config
     return "".join(lines)
 
@@ -290,7 +297,7 @@ def _written(
     earlier = [entry for entry in place.entries() if entry.config.version < new.version]
     accepted = [entry.config for entry in earlier if entry.config.digest not in passed_over]
     before = accepted[-1] if accepted else ElasticConfig(version=0)
-    early = _brought_forward(place, accepted, new) if options.command == "set" else ""
+    early = (_brought_forward if options.command == "set" else _brought_back_early)(place, accepted, new)
     taken, verdict = place.taken(new.version), place.judged(new)
     record: dict[str, Any] = {"version": new.version, "place": place.name, "changes": _changes_record(before, new)}
     is_named = any((options.file, options.job, options.master))
@@ -341,6 +348,33 @@ def _brought_forward(place: ConfigPlace, accepted: Sequence[ElasticConfig], new:
     )
 
 
+def _brought_back_early(place: ConfigPlace, accepted: Sequence[ElasticConfig], new: ElasticConfig) -> str:
+    """What the undo ``new`` brings into force before its time, in a sentence: keys that waited for a later step.
+
+    ``accepted`` are the versions before ``new`` that the job has not refused. Empty where there are no such keys.
+    """
+    restores = next((each.restores for each in place.entries() if each.config.version == new.version), None)
+    target = next((each for each in accepted if each.version == restores), None)
+    if target is None or target.apply_at_step is None:
+        return ""
+    step = place.step()
+    reached = 0 if step is None else step
+    if target.apply_at_step <= reached:
+        return ""
+    begun = [ElasticConfig(version=0), *(each for each in accepted if (each.apply_at_step or 0) <= reached)]
+    before = [each for each in begun if each.version < target.version][-1]
+    waiting, changed = before.differences(target), begun[-1].differences(new)
+    keys = [path for path in waiting if path in changed]
+    if not keys:
+        return ""
+    unless = ", unless that step has passed" if step is None else ""
+    return (
+        f"version {new.version} holds what version {target.version} set for step {target.apply_at_step} "
+        f"({', '.join(keys)}): it comes into force with this version{unless}; set it again with --at-step "
+        f"{target.apply_at_step} to have it wait"
+    )
+
+
 def _existing(place: ConfigPlace) -> ElasticConfig:
     current = place.current()
     if current is None:
@@ -356,8 +390,14 @@ def _version(entries: Sequence[HistoryEntry], version: int) -> ElasticConfig:
     return found[-1]
 
 
-def _changes(old: ElasticConfig, new: ElasticConfig) -> str:
-    lines = (f"{path}: {_value(before)} -> {_value(after)}\n" for path, (before, after) in old.differences(new).items())
+def _changes(old: ElasticConfig, new: ElasticConfig, unset: Mapping[str, object]) -> str:
+    """What two versions differ in, a line for each key; ``unset`` has values of keys that a version does not set."""
+
+    def words(path: str, value: object) -> str:
+        then = f" (then {shown(unset[path], 200)} is in force)" if value is None and path in unset else ""
+        return _value(value) + then
+
+    lines = (f"{path}: {words(path, old)} -> {words(path, new)}\n" for path, (old, new) in old.differences(new).items())
     return "".join(lines)
 
 
@@ -411,7 +451,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _value(value: object) -> str:
-    return "absent" if value is None else shown(value, 200)
+    return "not set" if value is None else shown(value, 200)
 
 
 def _place(

@@ -379,6 +379,7 @@ def run_stored_log(run_dirs: Sequence[Path], options: argparse.Namespace, termin
     from elastic_ext.agent.master.embedded import STATE_FOLDER  # these import all of a master
     from elastic_ext.master.status import decision_message
     from elastic_ext.master.store import StoreError, stored_tuning
+    from elastic_ext.tuner.decisions import are_paused
 
     try:
         stores = (stored_tuning(each / STATE_FOLDER) for each in run_dirs)
@@ -390,7 +391,8 @@ def run_stored_log(run_dirs: Sequence[Path], options: argparse.Namespace, termin
         return None
     shown = [*map(decision_message, found.decisions[-options.last :])]
     _tell_log(shown, found.beginnings, terminal)
-    terminal.say(f"the job's master has ended; its tuner had made {counted(len(found.decisions), 'decision')}")
+    paused = ", and was paused" if are_paused(found.decisions) else ""
+    terminal.say(f"the job's master has ended; its tuner had made {counted(len(found.decisions), 'decision')}{paused}")
     return _DONE
 
 

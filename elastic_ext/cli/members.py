@@ -22,7 +22,7 @@ from elastic_ext.records.agent import MEMBERSHIP_FILE, MOST_BYTES
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.metrics import JobEvent
-from elastic_ext.records.text import counted
+from elastic_ext.records.text import counted, cut, on_one_line
 
 from .ckpt import Terminal, path_of
 from .jobs import JobHere, add_job, one_job
@@ -31,7 +31,10 @@ __all__ = ["MembersView", "add_members", "members_in_words", "run_members", "vie
 
 _WAYS = "--run-dir DIR, or --job NAME"
 _KINDS = ("members", "members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
+_ENDS = ("succeeded", "failed", "ended", "left-out", "not-taken", "rendezvous-failed")
+"""The kinds of the events by which agents say how they have ended."""
 _NUM_CHANGES = 10
+_MOST_CHARACTERS = 300
 _MOST_EVENT_BYTES = 4 << 20
 _SECONDS = re.compile(r"[\d.]+ s without a step")
 _DONE, _FAILED, _REFUSED = 0, 1, 2
@@ -63,7 +66,7 @@ def run_members(options: argparse.Namespace, environ: Mapping[str, str], termina
         job = one_job(options.run_dir, options.job, environ, ways=_WAYS, writes=is_drain)
         if is_drain:
             return _drain(job, options, terminal)
-        view = view_of(*_read(job))
+        view = view_of(*_read(job), is_running=job.is_running())
     except AgentRefused as error:
         terminal.complain(f"refused: {error}")
         return _REFUSED
@@ -111,6 +114,8 @@ class MembersView:
     """The change that is under way, by the event of its plan."""
     changes: tuple[JobEvent, ...]
     """The last events of members, oldest first."""
+    ended: str = ""
+    """That the job has ended on this machine, and how, a sentence; empty while it runs."""
 
     @property
     def warming(self) -> tuple[MemberRecord, ...]:
@@ -126,11 +131,28 @@ class MembersView:
             "planned": None if self.planned is None else _event(self.planned),
             "warming": [{"seat": each.seat, "pid": each.pid, "ready": each.ready} for each in self.warming],
             "changes": [_event(each) for each in self.changes],
+            "ended": self.ended,
         }
 
 
-def view_of(plan: MembershipPlan, records: Sequence[MemberRecord | None], events: Sequence[JobEvent]) -> MembersView:
-    """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure."""
+def view_of(
+    plan: MembershipPlan,
+    records: Sequence[MemberRecord | None],
+    events: Sequence[JobEvent],
+    *,
+    is_running: bool = True,
+) -> MembersView:
+    """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure.
+
+    Of a job that does not run any more only the plan and the events are told: nobody can join it or leave it.
+    """
+    ends = [each.text for each in events if each.kind in _ENDS]
+    events = [each for each in events if each.kind not in _ENDS]
+    if not is_running:
+        how = on_one_line(ends[-1]) if ends else "nothing says how"
+        ended = f"the job has ended on this machine: {cut(how, _MOST_CHARACTERS)}"
+        last = tuple(events[-_NUM_CHANGES:])
+        return MembersView(plan=plan, records=(), is_live=None, why_restart="", planned=None, changes=last, ended=ended)
     said = tuple(each for each in records if each is not None)
     told = why_restart_told(events)
     whys = [told] if told else [each.why_restart for each in said if each.why_restart]
@@ -162,11 +184,13 @@ def members_in_words(view: MembersView) -> list[str]:
     for node in plan.nodes:
         ranks = ", ".join(f"{rank} (seat {node.seat_of(rank)})" for rank in node.ranks)
         lines.append(f"  {node.node_id} on {node.host}: {'rank' if node.num_workers == 1 else 'ranks'} {ranks}")
-    if view.is_live is None:
-        how = "by a restart of all workers: these do not say that they can go on"
+    if view.ended:
+        lines.append(view.ended)
+    elif view.is_live is None:
+        lines.append("members change by a restart of all workers: these do not say that they can go on")
     else:
         how = "while workers go on" if view.is_live else f"by a restart of all workers: {view.why_restart}"
-    lines.append(f"members change {how}")
+        lines.append(f"members change {how}")
     if view.planned is not None:
         lines.append(f"under way: {view.planned.text}")
     for each in view.warming:
@@ -193,7 +217,7 @@ def _read(job: JobHere) -> tuple[MembershipPlan, list[MemberRecord | None], list
     newest = max(plans, key=lambda folder: (folder not in joining, plans[folder].version))
     records = [each for folder in plans for each in found[folder]]
     events = [event for folder in plans for event in EventFiles(folder, most_bytes=_MOST_EVENT_BYTES).look().events]
-    events = sorted((each for each in events if each.kind in _KINDS), key=lambda event: event.time)
+    events = sorted((each for each in events if each.kind in (*_KINDS, *_ENDS)), key=lambda event: event.time)
     return plans[newest], records, _once(events)
 
 

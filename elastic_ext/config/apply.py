@@ -124,7 +124,7 @@ class Applied:
     def __str__(self) -> str:
         effects = {path: f" ({words})" for path, words in self.effects.items()}
         changes = ", ".join(
-            f"{path} {shown(old)} -> {shown(new)}{effects.get(path, '')}"
+            f"{path} {_value(old)} -> {_value(new)}{effects.get(path, '')}"
             for path, (old, new) in self.values_used.items()
         )
         reason = f" ({unquoted(self.new.reason, 200)})" if self.new.reason else ""
@@ -147,6 +147,8 @@ class Appliers:
         """Gives, after a config was applied, the ``effects`` of Applied."""
         self.own_values: Mapping[str, Value] = {}
         """The script's own values of keys that its start-up config leaves out, as far as they are known."""
+        self.defaults: Callable[[], Mapping[str, Value]] = dict
+        """Gives the values that the script has so far read keys with where no config sets them."""
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section from the next change on."""
@@ -619,9 +621,9 @@ class ConfigRounds:
         reasons = self._appliers.check(new, may_wait=may_wait) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
-        applied = Applied(
-            old=self.config, new=new, step=step, effects=self._appliers.effects(), own_values=self._appliers.own_values
-        )
+        appliers = self._appliers
+        own_values = {**appliers.defaults(), **appliers.own_values}
+        applied = Applied(old=self.config, new=new, step=step, effects=appliers.effects(), own_values=own_values)
         self.config = new
         lowest = min(new.version, self.newest_agreed.version)
         self._settled = {key for key in self._settled if key[0] >= lowest}
@@ -647,6 +649,10 @@ class ConfigRounds:
         if why and self._ranks.rank == 0:
             kept = f"{self.config.label} stays in force" if otherwise is None else f"{otherwise.label} comes into force"
             _logger.warning("%s was refused, %s: %s", what, kept, why)
+
+
+def _value(value: Value) -> str:
+    return "not set" if value is None else shown(value)
 
 
 def _file_in(content: bytes) -> ElasticConfig:

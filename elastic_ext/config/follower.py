@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, overload
 
 import psutil
@@ -58,6 +58,7 @@ from .agreement import Agreement, AgreementInterval, Boundary
 from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
 from .control_word import GatheredWords, Purpose
 from .elastic_config import ElasticConfig
+from .history import UNSET
 from .keys import KEYS, Value, section_of
 from .watcher import ConfigWatcher
 
@@ -94,8 +95,11 @@ class UserKnobs:
 
     def default(self, path: str) -> Value:
         """The default with which the script reads a dotted key; None where it reads none, or one of no simple type."""
-        default = self._defaults.get(path)
-        return default if isinstance(default, (bool, int, float, str)) else None
+        return self.defaults().get(path)
+
+    def defaults(self) -> dict[str, Value]:
+        """The defaults of simple types with which the script has read dotted keys so far."""
+        return {path: value for path, value in self._defaults.items() if isinstance(value, (bool, int, float, str))}
 
     def was_read(self, path: str) -> bool:
         """Whether the script has asked for this dotted key."""
@@ -176,8 +180,13 @@ class Reports:
                 last.job,
             )
 
-    def write_applied(self, applied: Applied, unread: Sequence[str] = ()) -> None:
-        """Write the event that a config came into force; it sets the keys ``unread``, which nothing has asked for."""
+    def write_applied(
+        self, applied: Applied, unread: Sequence[str] = (), *, unset: Mapping[str, Value] = MappingProxyType({})
+    ) -> None:
+        """Write the event that a config came into force; it sets the keys ``unread``, which nothing has asked for.
+
+        ``unset`` are the values in force of its keys where no file sets them, as far as they are known.
+        """
         details = {
             "version": applied.new.version,
             "revision": applied.new.revision,
@@ -185,6 +194,7 @@ class Reports:
             "changes": applied.values_used,
             "effects": {path: words for path, words in applied.effects.items() if path in applied.changes},
             "unread": list(unread),
+            UNSET: {path: value for path in applied.changes if (value := unset.get(path)) is not None},
         }
         self.write_event("config-applied", step=applied.step, text=str(applied), details=details)
 
@@ -452,6 +462,7 @@ class ConfigFollower:
         self.agreement.tell_refusals(self._tell_refusal)
         self._knobs = UserKnobs()
         self.agreement.add(self._knobs)
+        self.agreement.appliers.defaults = self._knobs.defaults
         self._found_at_start: Applied | None = None  # what came into force at the start; until a step ends
         self._has_told_of_file = False
         self._finished = False
@@ -741,7 +752,8 @@ class ConfigFollower:
     def _record(self, changes: Sequence[Applied], unread: Sequence[str] = ()) -> None:
         """Write an event for each config that came into force, the last with what is ``unread``, and the metrics."""
         for applied in changes:
-            self.reports.write_applied(applied, unread if applied is changes[-1] else ())
+            unset = {**applied.own_values, **self.agreement.base.values()}
+            self.reports.write_applied(applied, unread if applied is changes[-1] else (), unset=unset)
         self.write_metrics()
 
     def _tell_refusal(self, version: int, digest: str, why: str) -> None:

@@ -25,6 +25,7 @@ from .elastic_config import ElasticConfig
 
 __all__ = [
     "CONFIG_EVENTS",
+    "UNSET",
     "ConfigEdit",
     "ConfigHistory",
     "HistoryEntry",
@@ -33,6 +34,7 @@ __all__ = [
     "refused_in",
     "restored",
     "undo_target",
+    "unset_values",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -96,6 +98,22 @@ _SCRIPTS = HistoryEntry(time=0.0, config=ElasticConfig(version=0))
 
 CONFIG_EVENTS = ("config-applied", "config-refused")
 """The kinds of the events by which ranks say what became of a version of the config."""
+
+UNSET = "unset"
+"""The detail of such an event with the values in force of keys where no file sets them, by dotted key."""
+
+
+def unset_values(events: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, object]:
+    """The values in force of keys that no version sets, by dotted key, as the ranks of a job have told them.
+
+    ``events`` are those of ranks, oldest first, each by its kind and details; the newest counts.
+    """
+    found: dict[str, object] = {}
+    for kind, details in events:
+        told = details.get(UNSET)
+        if kind == "config-applied" and isinstance(told, Mapping):
+            found.update(told)
+    return found
 
 
 def refused_in(events: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, str]:

@@ -490,7 +490,7 @@ class DataloaderSection(Section):
         Integer(0, 1024), "worker processes on one rank", knob=TunerKnob(words="{} workers", cost="workers")
     )
     prefetch_factor: int | None = row(
-        Integer(1),
+        Integer(1, 1024),
         "batches loaded ahead per worker",
         knob=TunerKnob(words="{} batches ahead per worker", cost="workers", choices=(2, 4, 8)),
     )

@@ -96,6 +96,11 @@ class BatchPlan:
         share_weights = self.weights if can_cut(batch, self.num_ranks, self.micro_batch, self.weights) else None
         return plan_step(batch, self.num_ranks, self.micro_batch, share_weights)
 
+    def num_steps(self, remaining: int) -> int:
+        """How many steps an even plan makes of the last ``remaining`` samples of an epoch."""
+        num_full, rest = divmod(remaining, self.global_batch)
+        return num_full + (rest >= self.num_ranks and not self.drop_last)
+
     def carried_over(self, sizes: tuple[int, ...], remaining: int | None) -> tuple[int, ...] | None:
         """The ``carried`` for ``next_step``, if a batch of ``sizes`` is in hand; None where it changes nothing.
 

@@ -8,7 +8,7 @@ import hashlib
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, Protocol
 
@@ -256,6 +256,12 @@ class StreamedLoop:
         """End the loop: no more batches are asked for."""
         self.close()
         self.has_ended = True
+
+    def end_epoch(self) -> None:
+        """End the loop as if its epoch were over."""
+        self.end()
+        self.rollback()
+        self._progress.is_over = True
 
     def _go_to(self, position: StreamsPosition) -> None:
         self._handed.clear()
@@ -615,6 +621,10 @@ class StreamedEpochs:
         self.load_state_dict(state)
         if loop is None or loop.has_ended:
             return
+        if self._is_over:  # the loop has no samples left, wherever that epoch was left
+            loop.end_epoch()
+            self.last_loop, self._is_over = loop, False
+            return
         position = self._position or StreamsPosition.start(loop.num_workers)
         if position.num_workers != loop.num_workers:
             raise ValueError(
@@ -622,7 +632,7 @@ class StreamedEpochs:
                 f"{loop.num_workers}; leave the loop before rewinding"
             )
         loop.seed = self._pipe_seed or 0
-        loop.go_to(replace(position, is_over=False))
+        loop.go_to(position)
         self.last_loop, self._position, self._is_begun = loop, None, True
 
     @property

@@ -203,8 +203,10 @@ class ElasticDistributedSampler(Sampler[Any]):
                 f"the state is of the order {saved}, and this sampler gives {told}; give it the dataset and the "
                 "arguments with which the state was saved"
             )
-        position, self._taken, self._has_ended = int(state["position"]), 0, False
-        self._start = self._goes_on_at = 0 if position == self.order.num_samples else position
+        self._start = self._goes_on_at = int(state["position"])
+        self._taken, self._has_ended = 0, False
+        if self._num_left() < (self._round if self.drop_last else 1):  # no rank has any of what is left
+            self._start = self._goes_on_at = 0
 
     @property
     def _round(self) -> int:

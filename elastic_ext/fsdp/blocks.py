@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.torch_private.module_hooks import Hook
+from elastic_ext.torch_private.module_hooks import Hook, is_compiled
 from elastic_ext.torch_private.out_of_memory import is_out_of_memory
-from elastic_ext.torch_private.sharded import is_compiled
 
 from .plan import blocks_recomputed
 

@@ -23,10 +23,14 @@ __all__ = [
     "Regions",
     "TooManyRegions",
     "box_after",
+    "box_in",
     "cut_run",
     "cut_slabs",
     "num_in",
+    "num_worth",
     "row_major",
+    "space_of",
+    "turn_of",
 ]
 
 

@@ -21,20 +21,18 @@ from elastic_ext.records.text import on_one_line
 
 from .address import MOST_MESSAGE_BYTES, MasterPlace
 from .credentials import read_token
-from .events import refused_versions
-from .wire import as_dict
+from .events import refused_versions, unset_values_of
+from .wire import OLDEST_PROTOCOL, PROTOCOL, as_dict
 from .wire import master_pb2 as pb
 from .wire.master_pb2_grpc import MasterStub
 
-__all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream", "RemoteConfig"]
+__all__ = ["MasterClient", "MasterStream", "RemoteConfig"]
 
 
 # --- a master spoken to over gRPC, by agents and by people: one call each, and errors in words -----------------------
 # What to do about an error, and when to ask again, is up to who asks. What a refusal is ``about`` is said at
 # MasterRefused: the token, the place (this master, which takes no such agent), or the words of the request.
 
-PROTOCOL = 1
-OLDEST_PROTOCOL = 1
 _MOST_REPLY_BYTES = 64 << 20  # the status of a thousand nodes, with their workers
 _MOST_CA_BYTES = 1 << 20
 _MOST_CHARACTERS = 1000  # of what the master says of an error
@@ -323,6 +321,10 @@ class RemoteConfig:
     def refused(self) -> dict[str, str]:
         """Why ranks have refused versions, by the digest of their contents, as the newest events say it."""
         return refused_versions(self._client.events(most=_MOST_EVENTS))
+
+    def unset(self) -> dict[str, object]:
+        """The values in force of keys that no version sets, as far as the newest events of ranks tell them."""
+        return unset_values_of(self._client.events(most=_MOST_EVENTS))
 
     def judged(self, new: ElasticConfig) -> None:
         """None: what ranks make of a version is not waited for; the events of the job say it."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_ext.config.history import CONFIG_EVENTS, refused_in
+from elastic_ext.config.history import CONFIG_EVENTS, refused_in, unset_values
 from elastic_ext.records.json import JsonRecord, object_of
 from elastic_ext.records.text import counted, on_one_line
 
@@ -23,6 +23,7 @@ __all__ = [
     "beginnings_in",
     "refusal_in",
     "refused_versions",
+    "unset_values_of",
 ]
 
 
@@ -109,12 +110,22 @@ class _ConfigEvent(Protocol):
 
 def refused_versions(events: Iterable[_ConfigEvent]) -> dict[str, str]:
     """Why ranks have refused versions of the config, by the digest of their contents, as ``events`` say it."""
+    return refused_in(_told_of_configs(events))
+
+
+def unset_values_of(events: Iterable[_ConfigEvent]) -> dict[str, object]:
+    """The values in force of keys that no version of the config sets, by dotted key, as ``events`` say it."""
+    return unset_values(_told_of_configs(events))
+
+
+def _told_of_configs(events: Iterable[_ConfigEvent]) -> list[tuple[str, Mapping[str, object]]]:
+    """The kinds and details of the events in which ranks say what became of versions."""
     told: list[tuple[str, Mapping[str, object]]] = []
     for event in events:
         if event.kind in CONFIG_EVENTS and event.rank >= 0:
             with suppress(ValueError):
                 told.append((event.kind, object_of(event.details)))
-    return refused_in(told)
+    return told
 
 
 class _RankEvent(Protocol):

@@ -26,7 +26,6 @@ from .machines import BadMachines
 from .nodes import (
     MOST_HARDWARE,
     MOST_NAME,
-    PROTOCOL,
     Fenced,
     MembershipPlans,
     Node,
@@ -40,6 +39,7 @@ from .nodes import (
 )
 from .store import Stored, Unsaved, UnsavedChanges
 from .tuning import Mode, Run, TunerFactory, Tuning, at_once, check_decision, is_to_come
+from .wire import PROTOCOL
 from .wire import master_pb2 as wire
 
 __all__ = ["Job", "JobSettings", "Now", "Unsaved"]

@@ -10,12 +10,12 @@ from typing import Literal
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.records.text import counted, on_one_line
 
+from .wire import PROTOCOL
 from .wire import master_pb2 as wire
 
 __all__ = [
     "MOST_HARDWARE",
     "MOST_NAME",
-    "PROTOCOL",
     "Fenced",
     "MembershipPlans",
     "Node",
@@ -316,8 +316,6 @@ class MembershipPlans:
 
 # --- who may join a job, by what an agent says of itself -------------------------------------------------------------
 
-PROTOCOL = 1
-"""The version of the protocol between agents and masters; the only one so far."""
 MOST_NAME = 256
 MOST_HARDWARE = 256 << 10
 _MOST_AHEAD_SECONDS = 86400.0

@@ -15,7 +15,7 @@ from elastic_ext.records.json import shown
 from elastic_ext.records.metrics import JobFacts
 from elastic_ext.records.text import on_one_line, size_in_words
 from elastic_ext.tuner.batch_efficiency import GLOBAL_BATCH_KEY, may_tune_global_batch
-from elastic_ext.tuner.decisions import Decision
+from elastic_ext.tuner.decisions import PAUSED, Decision, are_paused
 from elastic_ext.tuner.measurements import StepReport
 from elastic_ext.tuner.space import KEYS
 
@@ -401,9 +401,12 @@ class Tuning:
             return "failed", self._failure, None
         if self._mode == "off":
             return "off", _OFF, None
-        if self._refused_facts:
-            return "waiting", self._refused_facts, None
         standing = self._queue.standing
+        is_paused = are_paused(self.decisions) if standing is None else standing.stand == "paused"
+        if is_paused and (standing is None or self._facts is None):
+            return "paused", PAUSED, None
+        if self._refused_facts and not is_paused:
+            return "waiting", self._refused_facts, None
         if standing is None or self._facts is None:
             return "waiting", _SILENT, None
         return standing.stand, standing.sentence, standing.best_rate

@@ -46,6 +46,8 @@ class RankView:
     """What the rank's node does at best."""
     num_workers: int | None = None
     """The data workers of this rank's loader; 0 where it makes batches itself, None where that is not known."""
+    num_processors: int | None = None
+    """The processors of this rank's host that it may use, with all others there; None where that is not known."""
     micro_batch: int | None = None
     """Samples per micro-batch now, where they may differ from those of the census."""
     num_micro_steps: int = 1

@@ -154,6 +154,8 @@ class TrainingFacts:
     """Replicas of the model, each of which takes samples of its own."""
     num_micro_steps: int
     num_workers: int | None
+    num_processors: int | None
+    """Processors of the machine that the rank may use, with all others there that may use them."""
     waits_in_passes: bool
     """Whether passes wait for parameters of other ranks."""
 

@@ -243,6 +243,7 @@ def view_of(
         census=census,
         calibration=calibration if calibration is not None and calibration.host == host else None,
         num_workers=measures.num_workers,
+        num_processors=measures.num_processors,
         micro_batch=micro_batch,
         num_micro_steps=num_micro_steps,
         waits_in_passes=measures.waits_in_passes,

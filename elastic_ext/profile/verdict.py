@@ -121,6 +121,8 @@ class RanksCompared:
     """Samples per second of all ranks together while training goes on; None where they are not counted."""
     num_workers: int | None
     """Data workers of all loaders together; None where that is not known."""
+    num_processors: int | None
+    """Processors of all hosts together; None where that is not known."""
     processor_share: float | None
     """The upper median of ranks' processor shares; None where nobody can tell."""
     roofline: Roofline | None
@@ -156,12 +158,23 @@ def compare_ranks(views: Sequence[RankView]) -> RanksCompared:
         step_seconds=usual([each.step_seconds for each in ranks]),
         samples_per_second=_rate(ordered),
         num_workers=sum(workers) if len(workers) == len(ordered) else None,
+        num_processors=_num_processors(ordered),
         processor_share=statistics.median_high(shares) if shares else None,
         roofline=_usual_roofline([each.roofline for each in ranks if each.roofline is not None]),
         step_share_of_training=usual([each.step_share_of_training for each in ranks]),
         cpu_starved_share=usual([each.cpu_starved_share for each in ranks]),
         usual_local_seconds=usual([each.local_seconds for each in ranks]),
     )
+
+
+def _num_processors(views: Sequence[RankView]) -> int | None:
+    """The processors of all hosts of these ranks, of which ranks of a host share those that any of them may use."""
+    on_hosts: dict[str, int] = {}
+    for view in views:
+        if view.num_processors is None:
+            return None
+        on_hosts[view.host] = max(view.num_processors, on_hosts.get(view.host, 0))
+    return sum(on_hosts.values())
 
 
 def causes(job: RanksCompared) -> list[Cause]:
@@ -320,6 +333,9 @@ def _data(cause: Cause, job: RanksCompared) -> str:
     rate = job.samples_per_second
     could = "" if rate is None else f"; {who} {_number(rate)} samples/s{_could(cause, job)}"
     text = f"data-bound: {_share(cause)} goes to waiting for samples {whom if len(job.ranks) > 1 else ''}".rstrip()
+    if job.num_workers and job.num_processors is not None and job.num_workers >= job.num_processors:
+        few = f"there are no more than {counted(job.num_processors, 'processor')}, so that more workers help only"
+        return f"{text}{could}: make samples cheaper to load; {few} where loading waits for storage"
     return f"{text}{could}: {advice}, or make samples cheaper to load"
 
 
@@ -559,6 +575,7 @@ def _evidence(job: RanksCompared) -> dict[str, Any]:
         "step_seconds": job.step_seconds,
         "samples_per_second": job.samples_per_second,
         "num_workers": job.num_workers,
+        "num_processors": job.num_processors,
         "shares": {label: share for label, share in shares.items() if share},
         "step": {label: seconds for label, seconds in step.items() if seconds},
         "local_seconds": {"usual": job.usual_local_seconds, "most": max(each.local_seconds for each in job.ranks)},

@@ -125,7 +125,10 @@ class WorkerSeen:
     cpu_percent: float | None = None
     """Processor time since the record before, in percent of one core."""
     memory_bytes: int | None = None
-    """The machine's memory that the worker and the processes started by it hold."""
+    """The machine's memory that the worker's own process holds."""
+    children_bytes: int | None = None
+    """The machine's memory that the processes started by the worker hold, such as those that load samples; memory that
+    they share counts once for each."""
     num_threads: int | None = None
     num_processes: int | None = None
     """The number of processes: the worker and those started by it."""

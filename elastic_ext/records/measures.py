@@ -172,6 +172,13 @@ class Measures:
     num_workers: int | None = _row(
         Metric("Workers of the rank's dataloader; 0 where the rank loads samples itself.", _NUMBER, is_told=False)
     )
+    num_processors: int | None = _row(
+        Metric(
+            "Processors of the machine that the rank may use, with all others there that may use them.",
+            _NUMBER,
+            is_told=False,
+        )
+    )
     num_micro_steps: int | None = _row(Metric("Micro-steps of a step.", _NUMBER, is_told=False))
     global_batch_size: int | None = _row(
         Metric("Samples of a full step, over all ranks; null where that is not known.", _NUMBER, is_told=False)

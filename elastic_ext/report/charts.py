@@ -40,6 +40,7 @@ __all__ = [
     "speed_chart",
     "stack_chart",
     "step_map",
+    "swatch",
     "token_chart",
     "world_chart",
 ]

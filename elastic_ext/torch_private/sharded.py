@@ -22,7 +22,6 @@ __all__ = [
     "FlatPart",
     "flat_parts",
     "has_hooks",
-    "is_compiled",
     "num_outer",
     "pickle_in",
     "reshard_flat",
@@ -47,11 +46,6 @@ class FlatPart:
     """Whether FSDP1 shards the parameter over ranks, rather than keep replicas of it."""
     fault: str | None
     """Why start and end cannot be relied on, in words; None if they can."""
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled, by ``module.compile()`` or ``torch.compile(module)``."""
-    return _found(module, "_compiled_call_impl") is not None or "_orig_mod" in dict(module.named_children())
 
 
 def transient_buffers(module: nn.Module) -> frozenset[str]:

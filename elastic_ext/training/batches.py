@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -327,7 +327,7 @@ class Batches:
         if num_batches is not None:
             return -(-num_batches // (self._full[1].num_micro_steps if self._full is not None else 1))
         remaining = None if self.source is None else self.source.remaining
-        return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
+        return None if remaining is None or self._plan is None else max(self._plan.num_steps(remaining), 1)
 
     @property
     def num_steps_left(self) -> int | None:
@@ -368,6 +368,11 @@ class Batches:
         if self.source is not None:
             return self._plan is not None and self._next_plan(self.source) is not None
         return self._num_taken > 0 and self._fixed is not None and self._fixed.num_batches is not None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether a loader says that the loop over it has come to its end; a step that is taken back may undo that."""
+        return isinstance(self.loader, EndingSource) and self.loader.is_at_end
 
     @property
     def is_left_early(self) -> bool:
@@ -460,6 +465,20 @@ class Batches:
                     "samples; leave them as they are, or use an ElasticDataLoader, whose batches may change"
                 )
             self._fixed = fixed
+            if self.drawing is not None and fixed.num_batches is not None:  # of the next loop, which may go on midway
+                self._fixed = replace(fixed, num_batches=len(self.loader))
+
+    def count_rest(self) -> None:
+        """Count the batches that are left as all of the epoch's, as the loader goes on from a position or back to one.
+
+        Only a loader that draws its batches for this rank alone has sizes of its own, and goes on from a position.
+        """
+        fixed, loader = self._fixed, self.loader
+        if self.drawing is None or fixed is None or fixed.num_batches is None:
+            return
+        self._num_taken, self._has_passed = 0, loader.is_at_end
+        if not loader.is_at_end:
+            self._fixed = replace(fixed, num_batches=loader.remaining)
 
     def leave_epoch(self) -> None:
         """End an epoch, whether or not its loop has come to the end of the data, and tell the loader."""

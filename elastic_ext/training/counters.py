@@ -141,6 +141,8 @@ class Counts:
     """The epoch whose loop was left before its end, where no other has begun since."""
     epoch_gone_back_to: int | None = None
     """The epoch that comes next, or its rest, since training went back between two epochs, and the data with it."""
+    is_resumed: bool = False
+    """Whether a saved state was loaded, after which training goes on."""
     reference_batch: int | None = None
     """The global batch of the job's first start, which the user's learning rates were chosen for."""
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
@@ -168,8 +170,22 @@ class Counts:
             state["noise_scale"] = self.noise_scale.state_dict()
         return state
 
-    def remark_on_beginning(self, epoch: int) -> str | None:
-        """A warning where a resumed run begins with an epoch that was trained before; None where it does not."""
+    def begins_later(self, epoch: int) -> bool:
+        """Whether a run that resumes begins with a later epoch than the one that it goes on in."""
+        return self.is_resumed and self.epoch_gone_back_to is None and epoch > self.start_epoch
+
+    def remark_on_beginning(self, epoch: int, *, is_whole: bool) -> str | None:
+        """A warning where a resumed run begins with another epoch than the one that it goes on in; else None.
+
+        ``is_whole`` says whether all of a later ``epoch`` comes, and not what the one before has left.
+        """
+        if self.begins_later(epoch):
+            what = self._left_out(self.start_epoch, epoch, is_whole=is_whole)
+            return (
+                f"training goes on after step {self.global_step}, in epoch {self.start_epoch}, and the loop begins "
+                f"with epoch {epoch}: {what}; to train on those samples loop over "
+                "range(trainer.start_epoch, num_epochs)"
+            )
         if epoch >= self.start_epoch:
             return None
         return (
@@ -185,18 +201,20 @@ class Counts:
         expected = self.epoch_gone_back_to
         if expected is None or epoch <= expected:
             return None
-        epochs = f"epoch {expected}" if epoch == expected + 1 else f"epochs {expected} to {epoch - 1}"
-        what = (
-            f"the samples of {epochs} that come after step {self.global_step} are left out, as by skip_samples=True"
-            if is_whole
-            else f"what comes is the rest of epoch {expected}, and training ends {counted(epoch - expected, 'epoch')} "
-            "early"
-        )
+        what = self._left_out(expected, epoch, is_whole=is_whole) + (", as by skip_samples=True" if is_whole else "")
         return (
             f"training went back to step {self.global_step}, in epoch {expected}, and the loop goes on with epoch "
             f"{epoch}: {what}; to take those samples again loop by `epoch = trainer.start_epoch` and `while epoch < "
             "num_epochs:` in place of range(), and have `epoch = trainer.start_epoch` follow trainer.rewind()"
         )
+
+    def _left_out(self, expected: int, epoch: int, *, is_whole: bool) -> str:
+        """What a loop leaves out that goes on with ``epoch``, and not with ``expected``, an earlier one."""
+        if not is_whole:
+            num_epochs = counted(epoch - expected, "epoch")
+            return f"what comes is the rest of epoch {expected}, and training ends {num_epochs} early"
+        epochs = f"epoch {expected}" if epoch == expected + 1 else f"epochs {expected} to {epoch - 1}"
+        return f"the samples of {epochs} that come after step {self.global_step} are left out"
 
     def undo(self, global_step: int) -> None:
         """Go back to counting ``global_step`` steps; the epoch goes on where it is, or comes next."""
@@ -211,6 +229,7 @@ class Counts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.global_step, self.num_steps = state["global_step"], state["num_steps"]
         self.unfinished_epoch = self.epoch_gone_back_to = None
+        self.is_resumed = True
         self.go_on_in(state["epoch"])
         self.reference_batch = state["reference_batch"]
         self.noise_scale.load_state_dict(state.get("noise_scale", {}))

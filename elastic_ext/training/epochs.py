@@ -117,7 +117,7 @@ class TrainingEpochs:
             )
         if not self._has_begun:
             self._has_begun = True
-            training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch))
+            self._begin_first(epoch)
         self.go_on()
         self._leave_gone_back_to(epoch)
         joined, self._joined = self._joined, None
@@ -158,6 +158,7 @@ class TrainingEpochs:
             if steps.torn is not None:  # and no checkpoint is to have it
                 raise steps.torn
             steps.pass_owed_boundary()
+            is_at_end = self._batches.is_at_end  # also where the last samples are too few for a step, and are dropped
             steps.drop_partial("the epoch ended before the step did")
             steps.end_epoch()
             training.follower.end_epoch(doubt=steps.doubt)
@@ -166,7 +167,7 @@ class TrainingEpochs:
         if counts.num_steps > 0:
             training.state.remarks.say("an order again", self._sampler_epochs.end(counts.epoch))
         should_stop = training.session.should_stop
-        is_over = not self._is_left_early(should_stop=should_stop)
+        is_over = not self._is_left_early(is_at_end=is_at_end, should_stop=should_stop)
         if is_over:
             self._batches.leave_epoch()
         else:
@@ -188,9 +189,13 @@ class TrainingEpochs:
         self.pause()
         self._bar.end()
 
-    def _is_left_early(self, *, should_stop: bool) -> bool:
-        """Whether the loop was left before the epoch's end, as far as any rank knows."""
-        is_left = self._batches.is_left_early or (should_stop and self._batches.is_mid_epoch)
+    def _is_left_early(self, *, is_at_end: bool, should_stop: bool) -> bool:
+        """Whether the loop was left before the epoch's end, as far as any rank knows.
+
+        ``is_at_end`` says that it was not, though the last samples are in no step.
+        """
+        is_left = not is_at_end and self._batches.is_left_early
+        is_left |= should_stop and self._batches.is_mid_epoch
         if not self._batches.may_end_apart:
             return is_left
         return self._training.ranks.sum([int(is_left)], "ending an epoch")[0] > 0
@@ -222,8 +227,16 @@ class TrainingEpochs:
         """Go on with the rest of an epoch that the loop has left, and now comes back to."""
         self._counts.unfinished_epoch = None
         why_anew = self._batches.positions.go_on()
+        self._batches.count_rest()
         if why_anew is not None and self._training.ranks.rank == 0:
             _logger.warning("%s", why_anew)
+
+    def _begin_first(self, epoch: int) -> None:
+        """Begin a run with ``epoch``; where it resumes in an earlier one, leave that out, and say so."""
+        counts, is_whole = self._counts, self._batches.can_begin_later
+        self._training.state.remarks.say("another first epoch", counts.remark_on_beginning(epoch, is_whole=is_whole))
+        if counts.begins_later(epoch) and is_whole:
+            self._begin_later(epoch)
 
     def _leave_gone_back_to(self, epoch: int) -> None:
         """Leave out the epoch that training has gone back to, where the loop goes on with a later one, and say so."""
@@ -233,8 +246,11 @@ class TrainingEpochs:
         if remark is not None:
             self._training.state.remarks.say("a later epoch than was gone back to", remark)
             if batches.can_begin_later:
-                batches.begin_later(epoch)
-                counts.epoch = epoch  # of which a checkpoint is that is saved before it begins
+                self._begin_later(epoch)
+
+    def _begin_later(self, epoch: int) -> None:
+        self._batches.begin_later(epoch)
+        self._counts.epoch = epoch  # of which a checkpoint is that is saved before it begins
 
     def _begin_outside(self) -> None:
         """Give up the rest of an epoch that was left, as a step begins outside of any epoch."""
@@ -286,6 +302,7 @@ class EndlessBatches:
         try:
             if self.is_open:
                 self._epochs.go_on()
+                self._hand_out_again()
             while self._advance(max_steps):
                 yield self._in_hand.pop()
         finally:
@@ -293,6 +310,16 @@ class EndlessBatches:
             is_left_here = get_ident() == thread  # and not by another thread, whose garbage collection ends generators
             if is_left_here and self.is_open and self._num_takers == 0 and not self._training.steps.is_inside:
                 self._epochs.pause()
+
+    def _hand_out_again(self) -> None:
+        """Have the batch come again with which the loop before was left ahead of its micro-step, and its step with it.
+
+        Of a loader that does not count its batches that is not known.
+        """
+        steps = self._training.steps
+        if self._num_takers == 1 and not steps.is_inside and self._batches.num_handed > self._training.state.index:
+            steps.rollback()
+            self._batches.rollback(0)
 
     def make_way(self, doing: str) -> None:
         """End the epoch that is open, for ``doing``, another way to train; StepError while a loop takes batches."""

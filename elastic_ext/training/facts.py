@@ -29,7 +29,12 @@ from .parallelism import values_of
 if TYPE_CHECKING:
     from .training import Training
 
-__all__ = ["FactsOfJob", "profile_of", "tell_of_model"]
+__all__ = [
+    "FactsOfJob",
+    "processors",
+    "profile_of",
+    "tell_of_model",
+]
 
 
 # --- what can be changed in the job, and what is in force ------------------------------------------------------------
@@ -115,7 +120,7 @@ class FactsOfJob:
         ranks, reports = follower.ranks, follower.reports
         num_local = sum(name.host == ranks.names[0].host for name in ranks.names)
         if self._num_processors is None:
-            self._num_processors = max(_processors() // num_local, 1)
+            self._num_processors = max(processors() // num_local, 1)
         share = batches.share or -(-global_batch // num_replicas)
         choices = self._with_batch(self._choices or self._looked_for(share, self._num_processors))
         device = next((part.device.type for part in self._model.parameters()), "cpu")
@@ -285,7 +290,7 @@ class FactsOfJob:
         return told if made is None else None
 
 
-def _processors() -> int:
+def processors() -> int:
     """How many processors this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = group_limits().quota_cores

@@ -39,7 +39,7 @@ from .checks import (
     check_shared,
     check_updates,
 )
-from .facts import FactsOfJob, tell_of_model
+from .facts import FactsOfJob, processors, tell_of_model
 from .gradients.noise import Learning
 from .members import TrainingMembers, version_to_join
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
@@ -199,6 +199,8 @@ def prepare(
         follower.on_change(*applier)
     training.checkpoints = _checkpoints(training, launched)
     session.start()
+    for each in prepared.optimizers:
+        each.watch_inner()
     tell_of_model(training)
     _have_batches_seen(training)
 
@@ -356,18 +358,19 @@ def _profile_output(training: Training) -> ProfileOutput:
         follower.settings.run_dir,
         world=follower.ranks.world,
         every_seconds=follower.settings.profile_seconds,
-        facts=partial(_facts_of, training),
+        facts=partial(_facts_of, training, processors()),
         sinks=training.sinks,
     )
 
 
-def _facts_of(training: Training) -> TrainingFacts:
+def _facts_of(training: Training, num_processors: int) -> TrainingFacts:
     """Facts about the training by which its profile is judged."""
     workers, sharing = getattr(training.batches.loader, "num_workers", None), training.gradients.sharing
     return TrainingFacts(
         num_replicas=sharing.num_ranks,
         num_micro_steps=max(training.steps.num_micro_steps, 1),
         num_workers=workers if isinstance(workers, int) else None,
+        num_processors=num_processors,
         waits_in_passes=sharing.name in ("fully_shard", "FSDP1"),
     )
 

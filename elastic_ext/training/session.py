@@ -90,7 +90,7 @@ class Session:
             self._forget_change()
             if training.why_not_reshard is not None:  # from here on: what is found at the start may say it
                 follower.add(FixedSharding(training.why_not_reshard, follower))
-            self.take_up_config(follower.config)
+            self.take_up_config(follower.config, saved=training.loaded_config)
             self._materialise()
             members = training.members
             members.start()
@@ -135,7 +135,7 @@ class Session:
         self._batches.is_resuming = True
         self.follower.load_state_dict(self._with_own_values(config))
         self._batches.is_resuming = False
-        self.take_up_config(self.follower.config)
+        self.take_up_config(self.follower.config, saved=config)
 
     def evaluation(self) -> AbstractContextManager[None]:
         """A context in which this rank is outside of steps, and may take as long as it likes without being a hang."""
@@ -362,9 +362,9 @@ class Session:
         self._is_exception_told = True
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception, once."""
+        """Tell the other ranks of an exception, once; training on one rank may go on if the exception is caught."""
         if not self._is_exception_told:
-            self._is_exception_told = True
+            self._is_exception_told = self.follower.ranks.world_size > 1
             if self._training.saving is not None:
                 self._training.saving.leave_failed(error)
             self.follower.tell_peers(error)
@@ -394,14 +394,20 @@ class Session:
         }
         return {path: words for path, words in effects.items() if words}
 
-    def take_up_config(self, config: ElasticConfig) -> None:
-        """Bring batches, rates and learning in line with ``config``: at the start, after loading, after joining."""
+    def take_up_config(self, config: ElasticConfig, *, saved: Mapping[str, Any] | None = None) -> None:
+        """Bring batches, rates and learning in line with ``config``: at the start, after loading, after joining.
+
+        ``saved`` is the config of a state that was loaded: loaded optimizers have the rates and decays that it names,
+        also where ``config`` has the script's own again.
+        """
         self.cut_as_config_says(config)
         if self._counts.reference_batch is None:
             self._counts.reference_batch = self._startup.global_batch_size
         self._follow_batch(config)
         self._learning.forget()
         self._learning.take_up(config)
+        if saved is not None:
+            self._training.settings.apply(ElasticConfig.from_dict(saved["config"]), config)
         self._training.settings.apply(self._startup, config)
 
     def follow_noise(self) -> None:

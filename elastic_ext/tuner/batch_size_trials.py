@@ -49,6 +49,7 @@ class GlobalBatchTrial:
         self._proposal: BatchSizeProposal | None = None
         self._made: Decision | None = None  # the newest decision of this size trial
         self._version = self._newest = -1  # of the config that is tried, and of the newest that was written
+        self._revision = 0  # of the config that is tried: the job itself may change what is no knob
         self._trial: Trial | None = None
         self._facts: JobFacts | None = None
         self._num_waited = self._num_scattered = 0
@@ -153,6 +154,9 @@ class GlobalBatchTrial:
         """Begin to measure if ``facts`` are those of the size that is tried; returns whether they are."""
         if self.stage not in ("asked", "measuring") or facts.global_batch != self.size or self.search is None:
             return False
+        point = point_of(facts.values)
+        if self._proposal is not None and point == self._proposal.point:
+            self._revision = facts.config_revision
         if self.stage == "asked":
             self.stage = "measuring"
             self._trial = self._new_trial(facts)
@@ -164,12 +168,13 @@ class GlobalBatchTrial:
         """Take a report of steps that can be trusted."""
         if self.stage == "back":
             return []
-        if report.version == self._version and report.revision > 0:
+        is_tried = report.version == self._version
+        if is_tried and report.revision > self._revision and self._is_described(report):
             return self._job_changed_config(now, report)
-        if report.version != self._version or self._trial is None:
+        if not is_tried or report.revision > self._revision or self._trial is None:
             self._num_waited += 1
             is_over = self._num_waited == _PATIENCE and self.is_written
-            missing = "not described itself with" if report.version == self._version else "reported no steps of"
+            missing = "not described itself with" if is_tried else "reported no steps of"
             return self.leave(now, f"the job has {missing} that size") if is_over else []
         self._trial.add(report)
         return self._look(now, self._trial)
@@ -193,6 +198,10 @@ class GlobalBatchTrial:
         return [*closed, *self._take_back(now, why)]
 
     # ---- steps are measured ----
+
+    def _is_described(self, report: StepReport) -> bool:
+        """Whether facts have come of the revision of these steps, or of a later one."""
+        return self._facts is not None and self._facts.config_revision >= report.revision
 
     def _look(self, now: float, trial: Trial) -> list[Decision]:
         proposal, made = self._proposal, self._made

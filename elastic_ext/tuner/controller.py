@@ -14,7 +14,7 @@ from .batch_efficiency import GLOBAL_BATCH_KEY, LEARNING_RATE_KEY, why_global_ba
 from .batch_size_trials import GlobalBatchTrials
 from .costs import Budget
 from .course import Course
-from .decisions import Book, Decision, Kind, Stand, TuningStanding
+from .decisions import PAUSED, Book, Decision, Kind, Stand, TuningStanding
 from .explain import listed, nothing_new_in_words, rate_in_words, way_in_words, why_edited
 from .measurements import StepReport, changed_facts, why_untrusted
 from .space import KEYS, Point, point_of, space_of, values_of
@@ -298,7 +298,7 @@ class Controller:
         if self._mode == "off":
             return "off", "tuning is off"
         if self._is_paused:
-            return "paused", "the tuner is paused"
+            return "paused", PAUSED
         if self._course is None or self._must_begin:
             return "waiting", "the tuner waits until the job has reported its settings"
         if not self._writes:

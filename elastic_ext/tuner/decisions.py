@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,7 @@ from elastic_ext.records.json import JsonRecord
 
 from .explain import listed
 
-__all__ = ["Book", "Decision", "Kind", "Outcome", "Stand", "Tried", "TuningStanding"]
+__all__ = ["PAUSED", "Book", "Decision", "Kind", "Outcome", "Stand", "Tried", "TuningStanding", "are_paused"]
 
 
 # --- one thing that a tuner has decided, with why: what people read, and what is kept --------------------------------
@@ -30,6 +30,8 @@ Kind = Literal[
 Outcome = Literal["", "kept", "undone", "refused"]
 
 
+PAUSED = "the tuner is paused, until `elastic-ext tuning resume`"
+"""The sentence about where a tuner stands that is paused."""
 _TAKEN_BACK = "a person took it back"
 """The end of the reason of a decision that a person took back."""
 
@@ -81,6 +83,12 @@ class Decision(JsonRecord):
                 f"before, predicted, measured, time are {rates}; each must be a finite number of at least 0, "
                 "the first three may be None"
             )
+
+
+def are_paused(decisions: Iterable[Decision]) -> bool:
+    """Whether the newest of all pauses and resumes among ``decisions``, the oldest first, is a pause."""
+    words = [each.kind for each in decisions if each.kind in ("pause", "resume")]
+    return words[-1:] == ["pause"]
 
 
 # --- the decisions of a tuner, in the order in which they are made, and what has become of them ----------------------
@@ -186,8 +194,7 @@ class Book:
     @property
     def is_paused(self) -> bool:
         """Whether the newest of all pauses and resumes is a pause."""
-        words = [each.kind for each in self._decisions.values() if each.kind in ("pause", "resume")]
-        return words[-1:] == ["pause"]
+        return are_paused(self._decisions.values())
 
     def add(
         self,

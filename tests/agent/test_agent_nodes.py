@@ -52,6 +52,7 @@ class Cluster:
             "--rdzv-conf=last_call_timeout=5,join_timeout=240,keep_alive_interval=1,"
             f"keep_alive_max_attempt={silence}{conf}",
             f"--max-restarts={max_restarts}",
+            "--members=restart",
             "--local-addr=127.0.0.1",
         ]
 

@@ -113,14 +113,14 @@ def test_show_prints_the_file_as_a_config_that_can_be_put_back(run: Shell) -> No
 
 def test_set_writes_the_next_version_with_its_reason_and_prints_what_changed(run: Shell) -> None:
     assert run("set", "dataloader.batch_size=4", "--reason", "a start") == 0
-    assert run.out == "version 1 written\ndataloader.batch_size: absent -> 4\n"
+    assert run.out == "version 1 written\ndataloader.batch_size: not set -> 4\n"
     assert run("set", "dataloader.batch_size=8", "user.mixup=0.2", "--at-step", "100", "--reason", "faster") == 0
-    assert run.out == "version 2 written\ndataloader.batch_size: 4 -> 8\nuser.mixup: absent -> 0.2\n"
+    assert run.out == "version 2 written\ndataloader.batch_size: 4 -> 8\nuser.mixup: not set -> 0.2\n"
     config = run.read()
     assert (config.version, config.reason, config.apply_at_step) == (2, "faster", 100)
     assert run("set", "dataloader.batch_size=") == 0
     assert run.out == (
-        "version 3 written\ndataloader.batch_size: 8 -> absent\n"
+        "version 3 written\ndataloader.batch_size: 8 -> not set\n"
         "version 3 holds what version 2 set for step 100 as well (user.mixup): it comes into force with this version, "
         "unless that step has passed; --at-step 100 would keep it waiting\n"
     )
@@ -224,11 +224,11 @@ def test_diff_shows_what_differs_between_versions(run: Shell) -> None:
     for value in (1, 2, 3):
         run("set", f"user.x={value}", f"user.only{value}=true")
     assert run("diff") == 0
-    assert run.out == "user.x: 2 -> 3\nuser.only3: absent -> true\n"
+    assert run.out == "user.x: 2 -> 3\nuser.only3: not set -> true\n"
     assert run("diff", "1") == 0
-    assert run.out == "user.x: 1 -> 3\nuser.only2: absent -> true\nuser.only3: absent -> true\n"
+    assert run.out == "user.x: 1 -> 3\nuser.only2: not set -> true\nuser.only3: not set -> true\n"
     assert run("diff", "2", "1") == 0
-    assert run.out == "user.x: 2 -> 1\nuser.only2: true -> absent\n"
+    assert run.out == "user.x: 2 -> 1\nuser.only2: true -> not set\n"
     assert run("diff", "2", "2") == 0 and run.out == ""
     assert run("diff", "9") == 2 and "version 9 is not in the history; allowed: one of 1, 2, 3" in run.err
     assert run("diff", "1", "2", "3") == 2 and "at most two" in run.err
@@ -254,7 +254,7 @@ def test_history_lists_every_version_with_time_reason_and_changes(run: Shell) ->
     lines = run.out.splitlines()
     assert [line.partition(",")[0] for line in lines[::2]] == ["version 1", "version 2", "version 7", "version 8"]
     assert [line.strip() for line in lines[1::2]] == [
-        "user.x: absent -> 1",
+        "user.x: not set -> 1",
         "user.x: 1 -> 2",
         "user.x: 2 -> 3",
         "user.x: 3 -> 2",
@@ -288,7 +288,7 @@ def test_undo_writes_the_earlier_content_as_a_new_version_again_and_again(run: S
         assert run("undo") == 0
         assert run.out == f"version {version} written\nuser.x: {value + 1} -> {value}\n"
         assert run.read().version == version and run.read().get("user.x") == value
-    assert run("undo") == 0 and run.out == "version 6 written\nuser.x: 1 -> absent\n"
+    assert run("undo") == 0 and run.out == "version 6 written\nuser.x: 1 -> not set\n"
     before = run.disk()
     assert run("undo") == 2 and "no earlier version" in run.err
     assert run.disk() == before

@@ -82,11 +82,25 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Job]:
 def test_a_version_that_the_job_takes_is_told_with_its_first_step(job: Job) -> None:
     job.follower.knob("x")
     assert job.run("set", "user.x=1") == 0
-    assert job.out == "version 1 written\nuser.x: absent -> 1\nin force from step N\n"
+    assert job.out == "version 1 written\nuser.x: not set -> 1\nin force from step N\n"
     assert job.run("set", "user.x=2", "--json") == 0
     told = json.loads(job.out.replace("step N", "step 0"))
     assert told["version"] == 2 and told["outcome"] == "in force" and told["step"] <= job.follower.step
     assert told["in_force"] == {"user.x": [1, 2]} and told["effects"] == {} and told["unread"] == []
+
+
+def test_before_a_change_a_key_is_told_with_the_value_that_was_in_force_and_not_as_absent(job: Job) -> None:
+    job.follower.knob("mixup", 0.1)
+    job.follower.knob("names")
+    assert job.run("set", "user.mixup=0.3", "user.names=1") == 0
+    assert job.out == "version 1 written\nuser.mixup: 0.1 -> 0.3\nuser.names: not set -> 1\nin force from step N\n"
+    assert "user.mixup 0.1 -> 0.3, user.names not set -> 1" in (job.run_dir / "events-0.jsonl").read_text()
+    assert job.run("undo") == 0
+    assert job.run("diff") == 0
+    shown = "user.mixup: 0.3 -> not set (then 0.1 is in force)\nuser.names: 1 -> not set\n"
+    assert job.out == shown
+    assert job.run("history") == 0
+    assert "  user.mixup: not set (then 0.1 is in force) -> 0.3\n" in job.out
 
 
 def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one_is_made_from_what_is_in_force(
@@ -95,17 +109,19 @@ def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one
     assert job.run("set", "user.x=1") == 0
     job.follower.knob("mixup")
     assert job.run("set", "global_batch_size=1") == 2
-    assert job.out == "version 2 written\nglobal_batch_size: absent -> 1\n"
+    assert job.out == "version 2 written\nglobal_batch_size: not set -> 1\n"
     words = f"the job refuses version 2, and version 1 stays in force: {WHY}; `elastic-ext config undo` puts back what"
     assert job.err.startswith(f"elastic-ext: {words}")
     assert job.run("set", "user.mixup=0.3") == 0
     assert job.out == (
         f"version 3 written\nmade from version 1, since the job has refused version 2: {WHY}\n"
-        "user.mixup: absent -> 0.3\nin force from step N\n"
+        "user.mixup: not set -> 0.3\nin force from step N\n"
     )
     assert job.in_file == job.follower.config.values() == {"user.x": 1, "user.mixup": 0.3}
     assert job.run("undo") == 0
-    assert job.out == "version 4 written\nuser.mixup: 0.3 -> absent\nin force from step N\n", "version 2 is passed over"
+    assert job.out == "version 4 written\nuser.mixup: 0.3 -> not set\nin force from step N\n", (
+        "version 2 is passed over"
+    )
     assert job.run("set", "global_batch_size=1", "--json") == 2
     assert json.loads(job.out)["outcome"] == "refused" and WHY in json.loads(job.out)["words"]
 
@@ -123,7 +139,7 @@ def test_undo_goes_back_to_what_is_in_force_past_all_that_the_job_has_refused(jo
         assert main(["config", "history", "--file", str(job.run_dir)]) == 0
     assert job.run("undo") == 0
     assert job.out == (
-        "version 5 written\nglobal_batch_size: 1 -> absent\nuser.number: 1 -> absent\nin force from step N\n"
+        "version 5 written\nglobal_batch_size: 1 -> not set\nuser.number: 1 -> not set\nin force from step N\n"
     )
     assert job.in_file == {"user.x": 2}
     assert job.run("undo") == 0
@@ -135,14 +151,14 @@ def test_undo_repairs_a_broken_file_with_what_is_in_force_and_not_with_what_was_
     assert job.run("set", "global_batch_size=1") == 2
     (job.run_dir / "config.json").write_bytes(b"half a fi")
     assert job.run("undo") == 0
-    assert job.out == "version 3 written\nglobal_batch_size: 1 -> absent\nin force from step N\n"
+    assert job.out == "version 3 written\nglobal_batch_size: 1 -> not set\nin force from step N\n"
     assert job.in_file == {"user.x": 1}
 
 
 def test_where_the_first_version_was_refused_undo_puts_the_scripts_own_values_back(job: Job) -> None:
     assert job.run("set", "global_batch_size=1") == 2
     assert job.run("undo") == 0
-    assert job.out == "version 2 written\nglobal_batch_size: 1 -> absent\nin force from step N\n"
+    assert job.out == "version 2 written\nglobal_batch_size: 1 -> not set\nin force from step N\n"
     assert job.in_file == {}
 
 
@@ -200,8 +216,8 @@ def test_what_a_version_leads_to_is_printed_with_the_values_that_were_in_force(
         )
         assert job.run("undo") == 0
         assert job.out == (
-            "version 2 written\ndataloader.batch_size: 1000 -> absent (4 is in force)\n"
-            "dataloader.num_workers: 2 -> absent (1 is in force)\nin force from step N\n"
+            "version 2 written\ndataloader.batch_size: 1000 -> not set (4 is in force)\n"
+            "dataloader.num_workers: 2 -> not set (1 is in force)\nin force from step N\n"
         )
 
 
@@ -226,7 +242,7 @@ def test_a_rate_under_a_schedule_is_told_with_the_rates_that_steps_use(
             f"version 1 written\noptimizer.learning_rate: {base} -> 0.0015 ({effect})\nin force from step N\n"
         )
         assert job.run("set", "optimizer.learning_rate=", "optimizer.weight_decay=0.5") == 0
-        assert f"optimizer.learning_rate: 0.0015 -> absent ({base} is in force; the base that the " in job.out
+        assert f"optimizer.learning_rate: 0.0015 -> not set ({base} is in force; the base that the " in job.out
 
 
 def test_a_key_that_is_taken_out_and_stays_in_force_is_told_so(
@@ -240,7 +256,7 @@ def test_a_key_that_is_taken_out_and_stays_in_force_is_told_so(
         assert job.run("set", "user.x=2", "user.y=3") == 0
         assert job.run("set", "user.x=") == 0
         assert job.out == (
-            "version 3 written\nuser.x: 2 -> absent (2 stays in force: the script has it too, or the checkpoint that "
+            "version 3 written\nuser.x: 2 -> not set (2 stays in force: the script has it too, or the checkpoint that "
             "was resumed)\nin force from step N\n"
         )
 
@@ -252,7 +268,7 @@ def test_no_command_waits_for_a_version_that_no_job_is_to_take_now(
     assert main(["config", "set", "user.x=1", "--at-step", "9999", "--file", str(job.run_dir)]) == 0
     assert main(["config", "set", "user.x=1", "--file", str(job.run_dir / "another.json")]) == 0
     assert main(["config", "set", "user.x=1", "--file", str(tmp_path / "elsewhere" / "config.json")]) == 0
-    assert capsys.readouterr().out == "version 1 written\nuser.x: absent -> 1\n" * 3
+    assert capsys.readouterr().out == "version 1 written\nuser.x: not set -> 1\n" * 3
     assert time.monotonic() - began < 4.0, "it waits five seconds for a job"
 
 
@@ -270,6 +286,24 @@ def test_what_was_set_for_a_later_step_is_told_to_come_with_the_next_version_whi
     assert job.run("set", "user.d=1", "--json") == 0
     said = json.loads(job.out.replace("step N", "step 0"))["early"]
     assert said == f"{early.format(4, 3, 0, 'user.a, user.b, user.c')}; --at-step 0 would keep it waiting"
+
+
+def test_an_undo_tells_what_it_brings_into_force_that_waited_for_a_later_step(job: Job) -> None:
+    for name in "ab":
+        job.follower.knob(name)
+    assert job.run("set", "user.a=1") == 0
+    assert job.run("set", "user.a=2", "--at-step", "1000000") == 0
+    assert job.run("set", "user.a=3", "--at-step", "2000000") == 0
+    assert job.run("undo") == 0
+    early = (
+        "version 4 holds what version 2 set for step N (user.a): it comes into force with this version; set it again"
+    )
+    assert f"user.a: 3 -> 2\n{early} with --at-step N to have it wait\nin force from step N\n" in job.out
+    assert job.run("set", "user.b=1") == 0
+    assert job.run("undo") == 0
+    assert "holds what" not in job.out, "it is in force by now"
+    assert job.run("undo") == 0
+    assert "user.a: 2 -> 1\n" in job.out and "holds what" not in job.out
 
 
 @pytest.mark.parametrize(
@@ -307,7 +341,7 @@ def test_what_was_set_for_a_step_that_the_job_has_come_to_is_not_early(job: Job)
         assert time.monotonic() < end
         job.follower.boundary()
     assert job.run("set", "user.b=1") == 0
-    assert job.out == "version 3 written\nuser.b: absent -> 1\nin force from step N\n"
+    assert job.out == "version 3 written\nuser.b: not set -> 1\nin force from step N\n"
 
 
 def test_a_version_that_came_too_late_for_its_run_is_built_upon(
@@ -320,5 +354,5 @@ def test_a_version_that_came_too_late_for_its_run_is_built_upon(
         path.write_text(json.dumps({"version": 1, "user": {"x": 1}}))
     assert "before all ranks had agreed on it" in (tmp_path / "run" / "events-0.jsonl").read_text()
     assert main(["config", "set", "user.y=1", "--file", str(path), "--at-step", "1"]) == 0
-    assert capsys.readouterr().out == "version 2 written\nuser.y: absent -> 1\n"
+    assert capsys.readouterr().out == "version 2 written\nuser.y: not set -> 1\n"
     assert ElasticConfig.parse(path.read_bytes()).values() == {"user.x": 1, "user.y": 1}

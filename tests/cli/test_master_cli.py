@@ -87,13 +87,13 @@ def test_a_config_that_is_set_is_in_the_nodes_file_and_the_words_are_those_of_a_
 ) -> None:
     assert shell.run("config", "set", "optimizer.learning_rate=0.1", "user.x=[1, 2]", "--reason", "größe") == 0
     assert shell.out == (
-        "version 1 written\noptimizer.learning_rate: absent -> 0.1\nuser.x: absent -> [1, 2]\ntaken by 1 of 1 node\n"
+        "version 1 written\noptimizer.learning_rate: not set -> 0.1\nuser.x: not set -> [1, 2]\ntaken by 1 of 1 node\n"
     )
     assert in_file(node) == 1
     assert shell.run("config", "set", "user.x=", "--at-step", "9") == 0
-    assert "user.x: [1, 2] -> absent" in shell.out
+    assert "user.x: [1, 2] -> not set" in shell.out
     assert shell.run("config", "undo") == 0
-    assert "version 3 written\nuser.x: absent -> [1, 2]" in shell.out
+    assert "version 3 written\nuser.x: not set -> [1, 2]" in shell.out
     assert shell.run("config", "show") == 0
     assert json.loads(shell.out)["version"] == 3
     assert shell.run("config", "diff", "1", "3") == 0 and shell.out == ""
@@ -139,9 +139,9 @@ def test_a_version_that_the_ranks_have_refused_is_passed_over_by_set_and_by_undo
     until(lambda: (shell.run("events", "--last", "0", "--json"), "config-refused" in shell.out)[1] or None)
     assert shell.run("config", "set", "user.y=1") == 0
     made = "version 3 written\nmade from version 1, since the job has refused version 2: too few\n"
-    assert shell.out == f"{made}user.y: absent -> 1\ntaken by 1 of 1 node\n"
+    assert shell.out == f"{made}user.y: not set -> 1\ntaken by 1 of 1 node\n"
     assert shell.run("config", "undo") == 0
-    assert shell.out == "version 4 written\nuser.y: 1 -> absent\ntaken by 1 of 1 node\n"
+    assert shell.out == "version 4 written\nuser.y: 1 -> not set\ntaken by 1 of 1 node\n"
 
 
 def test_a_config_that_cannot_be_is_refused_with_the_masters_words_and_nothing_is_written(shell: Shell) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 from elastic_ext.cli import main
 from elastic_ext.cli.members import members_in_words, view_of
 from elastic_ext.members.plan import MembershipPlan, NodeShare
-from elastic_ext.records.agent import EVENTS_FILE, MEMBERSHIP_FILE
+from elastic_ext.ranks.processes import process_of
+from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, MEMBERSHIP_FILE, AgentRecord
 from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
 
@@ -87,7 +90,51 @@ def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:
     assert view_of(PLAN, [record(0)], [anew]).planned is None
 
 
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ([event("succeeded", "all workers of this node have ended well", 9.0)], "all workers of this node have ended"),
+        ([], "nothing says how"),
+    ],
+)
+def test_of_a_job_that_has_ended_it_is_told_how_and_not_how_members_can_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: list[JobEvent], how: str
+) -> None:
+    (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
+    (tmp_path / EVENTS_FILE).write_text("".join(f"{each.to_json()}\n" for each in (PLANNED, *end)))
+    member_file(tmp_path, 0).write_text(record(0).to_json())
+    assert main(["members", "--run-dir", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert f"the job has ended on this machine: {how}" in told
+    assert "members change" not in told and "under way" not in told
+    assert main(["members", "--run-dir", str(tmp_path), "--json"]) == 0
+    record_told = json.loads(capsys.readouterr().out)
+    assert how in record_told["ended"] and record_told["is_live"] is None
+    assert [each["kind"] for each in record_told["changes"]] == ["members-planned"]
+
+
+def agent_here() -> AgentRecord:
+    """The record of an agent that runs: this process."""
+    here = process_of(os.getpid())
+    assert here is not None
+    return AgentRecord(
+        node_id="a-1",
+        job="nano",
+        run_id="nano",
+        host=socket.gethostname(),
+        pid=here.pid,
+        start_ticks=here.start_ticks,
+        time=1.0,
+        version="0",
+        config_file="config.json",
+        memory_folder="",
+        socket="",
+        log_folder="",
+    )
+
+
 def test_what_files_say_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / AGENT_FILE).write_text(agent_here().to_json())
     (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
     member_file(tmp_path, 0).write_text(record(0).to_json())
     member_file(tmp_path, 1).write_text("damaged")
@@ -98,7 +145,7 @@ def test_what_files_say_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["members", "--run-dir", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["version"] == 3 and told["is_live"] is None and told["warming"] == []
-    assert told["planned"]["text"] == told["changes"][1]["text"] == "membership 4 is planned"
+    assert told["ended"] == "" and told["planned"]["text"] == told["changes"][1]["text"] == "membership 4 is planned"
     assert len(told["changes"]) == 2, "what workers tell alike is told once"
 
 

@@ -120,6 +120,11 @@ def test_after_the_end_of_a_job_the_log_shows_what_its_own_master_has_stored(
     assert lines[-1] == "the job's master has ended; its tuner had made 2 decisions"
     assert main(["tuning", "log", "--job", "died", "--last", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["number"] == 2
+    store = JobStore(run_dir / "master")
+    store.keep(decisions=[decision_of(3, kind="pause", changes={})])
+    store.close()
+    assert main(["tuning", "log"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("its tuner had made 3 decisions, and was paused")
     assert main(["tuning", "pause", "--job", "died"]) == 2
     assert "died has no master.json" in capsys.readouterr().err
     (run_dir / "master" / "master.db").write_bytes(b"no database" * 100)

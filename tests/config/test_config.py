@@ -36,7 +36,7 @@ TABLE: Mapping[str, tuple[list[str], list[str]]] = {
     "global_batch_size": (["1", "512", str(LARGEST)], ["0", *NOT_INTEGERS]),
     "dataloader.batch_size": (["1", "4", str(LARGEST)], ["0", *NOT_INTEGERS]),
     "dataloader.num_workers": (["0", "1", "1024"], ["1025", *NOT_INTEGERS]),
-    "dataloader.prefetch_factor": (["1", "2", str(LARGEST)], ["0", *NOT_INTEGERS]),
+    "dataloader.prefetch_factor": (["1", "2", "1024"], ["0", "1025", *NOT_INTEGERS]),
     "dataloader.pin_memory": (["false", "true"], NOT_BOOLEANS),
     "optimizer.learning_rate": (["5e-324", "0.001", "1", "1e308"], ["0", "0.0", "-0.0", "1e-400", *NOT_NUMBERS]),
     "optimizer.weight_decay": (["0", "0.0", "0.1", "1e308"], NOT_NUMBERS),

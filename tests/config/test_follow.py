@@ -407,7 +407,7 @@ def test_the_run_directory_tells_what_is_in_force_and_since_when(folder: Path, m
     (event,) = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
     assert (event["kind"], event["generation"], event["step"]) == ("config-applied", 3, seen.applied[0][0])
     assert event["details"]["changes"] == {"user.x": [None, 1]}
-    assert event["text"].endswith("user.x null -> 1 (because)")
+    assert event["text"].endswith("user.x not set -> 1 (because)")
 
 
 def applied_in(folder: Path) -> list[tuple[int, int, int, list[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -219,6 +220,93 @@ def test_more_or_fewer_ranks_begin_an_epoch_of_batches_of_their_own_anew(
     with caplog.at_level(logging.WARNING):
         assert train_batches(0, tmp_path, None) == list(range(16))
     assert "the number of ranks is another now: the epoch begins anew" in caplog.text
+
+
+class Tens:
+    """Ten batches of two, the last of one sample: of a known size, as torch's own batch sampler has it."""
+
+    batch_size, drop_last, sampler = 2, False, range(19)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(first, min(first + 2, 19))) for first in range(0, 20, 2)])
+
+
+Step = tuple[
+    int, int, tuple[float, ...]
+]  # the epoch, the step after it, and each micro-batch's weight with its samples
+
+
+def train_tens(
+    folder: Path, stops_at: int | None = None, *, how: str = "crash", global_batch: int | None = BATCH
+) -> list[Step]:
+    """Two epochs; training stops at a step that was saved, or goes back one step or on once, as ``how`` says."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    loader = ElasticDataLoader(torch.arange(1.0, 20.0).double()[:, None], batch_sampler=Tens())
+    trainer = ElasticTrainer(
+        model,
+        loader,
+        global_batch_size=global_batch,
+        shared_storage_path=folder / "storage",
+        checkpoint_interval=CheckpointInterval(),
+        follow_options=FollowOptions(job="job", run_dir=folder / "run"),
+    )
+    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    steps: list[Step] = []
+
+    def take(epoch: int) -> bool:
+        nonlocal stops_at
+        taken: list[float] = []
+        for inputs in loader:
+            with trainer.step():
+                model(inputs).mean().backward()
+                optimizer.step()
+                gradient = model.weight.grad
+                assert gradient is not None
+                mean = gradient.item()
+                optimizer.zero_grad()
+            taken += [mean, *inputs.flatten().tolist()]
+            if not trainer.sync_gradients:
+                continue
+            steps.append((epoch, trainer.global_step, tuple(taken)))
+            taken = []
+            if trainer.global_step + (how == "rewind") == stops_at:
+                trainer.save_checkpoint()
+            if trainer.global_step == stops_at:
+                stops_at = None
+                if how == "rewind":
+                    trainer.rewind(trainer.global_step - 1)
+                    steps.pop()
+                    continue
+                if how == "leave":
+                    return True
+                raise InterruptedError
+        return False
+
+    with contextlib.suppress(InterruptedError), trainer:
+        epoch = trainer.start_epoch
+        while epoch < 2:
+            with trainer.epoch(epoch):
+                is_left = take(epoch)
+            epoch += not is_left
+    return steps
+
+
+@pytest.mark.parametrize("global_batch", [BATCH, None])
+def test_an_epoch_of_batches_of_a_known_size_goes_on_to_its_last_step(
+    tmp_path: Path, global_batch: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = train_tens(tmp_path / "whole", global_batch=global_batch)
+    of_epoch = 3 if global_batch else 10
+    assert [step for _, step, _ in whole] == list(range(1, 2 * of_epoch + 1))
+    assert [epoch for epoch, _, _ in whole] == [0] * of_epoch + [1] * of_epoch
+    resumed = [train_tens(tmp_path, stop, global_batch=global_batch) for stop in (1, of_epoch - 1, of_epoch, None)]
+    assert list(itertools.chain(*resumed)) == whole
+    for how in ("rewind", "leave"):
+        assert train_tens(tmp_path / how, of_epoch - 1, how=how, global_batch=global_batch) == whole, how
+    assert "were dropped" not in caplog.text
 
 
 # --- the same order on all ranks ------------------------------------------------------------------------------------

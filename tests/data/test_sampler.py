@@ -117,6 +117,18 @@ def test_ranks_whose_iterations_have_ended_in_an_incomplete_round_stand_at_the_e
     assert [each.state_dict()["position"] for each in dropping] == [4, 4]
 
 
+@given(size=st.integers(1, 30), num_ranks=st.integers(1, 4), weight=st.integers(1, 2), drop_last=st.booleans())
+def test_a_state_at_an_epochs_end_begins_that_epoch_anew(
+    size: int, num_ranks: int, weight: int, drop_last: bool
+) -> None:
+    options: dict[str, Any] = {"drop_last": drop_last, "share_weights": [weight] + [1] * (num_ranks - 1)}
+    for first, second in zip(*(samplers(size, num_ranks, **options) for _ in range(2)), strict=True):
+        taken = list(first)
+        second.load_state_dict(first.state_dict())
+        assert len(second) == len(taken)
+        assert list(second) == taken
+
+
 def test_a_state_within_a_ranks_part_of_an_incomplete_round_is_refused_and_loses_no_sample() -> None:
     first, second = samplers(6, 2, share_weights=[3, 1])
     stream, other = iter(first), iter(second)

@@ -445,6 +445,26 @@ def test_going_back_hands_out_again_in_the_same_loop() -> None:
     assert sorted(itertools.chain(*found[:3], *found[6:])) == list(range(40))
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_loop_that_goes_back_to_an_epochs_end_has_no_samples_left(is_planned: bool, is_resumed: bool) -> None:
+    first, second = (ElasticDataLoader(Counting(40), 4, collate_fn=listed) for _ in range(2))
+    for each in (first, second) if is_planned else ():
+        each.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    for _ in first:
+        first.commit()
+    state = first.state_dict()
+    if is_resumed:
+        second.load_state_dict(state)
+        state = second.state_dict()
+    batches = iter(second)
+    next(batches)
+    second.rewind(state)
+    assert list(batches) == [] and second.state_dict()["is_over"]
+    assert second.state_dict()["epoch"] == 0
+    assert sorted(all_in(second)) == list(range(40)) and second.state_dict()["epoch"] == 1
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 

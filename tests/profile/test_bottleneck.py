@@ -354,6 +354,13 @@ def test_the_sentence_says_how_much_what_and_how_fast_it_could_be() -> None:
         "data-bound: 41% of training's time goes to waiting for samples; 2 workers deliver 310 samples/s, training "
         "could take 525: add workers, or make samples cheaper to load"
     )
+    few = _ranks([_step(data=41, forward=59)] * 2, num_samples=3100, view={"num_workers": 6, "num_processors": 2})
+    assert verdict([dataclasses.replace(each, host="one") for each in few]).text.endswith(
+        "12 workers deliver 310 samples/s, training could take 525: make samples cheaper to load; there are no more "
+        "than 2 processors, so that more workers help only where loading waits for storage"
+    )
+    many = {"num_workers": 6, "num_processors": 16}
+    assert "add workers" in verdict(_ranks([_step(data=41, forward=59)] * 2, num_samples=3100, view=many)).text
     two = _ranks([_step(data=41, forward=59)] * 2, num_samples=3100, view={"num_workers": 0})
     assert verdict(two).text == (
         "data-bound: 41% of training's time goes to waiting for samples on all ranks; loading within the training "

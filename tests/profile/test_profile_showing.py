@@ -271,6 +271,7 @@ def test_numbers_have_three_digits() -> None:
 
 def training(**values: Any) -> TrainingFacts:
     usual: dict[str, Any] = {"num_replicas": 1, "num_micro_steps": 1, "num_workers": 2, "waits_in_passes": False}
+    usual |= {"num_processors": 16}
     return TrainingFacts(**usual | values)
 
 

@@ -30,7 +30,7 @@ KNOB_VALUES: Mapping[str, st.SearchStrategy[object]] = {
     "global_batch_size": _counts,
     "dataloader.batch_size": _counts,
     "dataloader.num_workers": st.integers(0, 1024),
-    "dataloader.prefetch_factor": _counts,
+    "dataloader.prefetch_factor": st.integers(1, 1024),
     "dataloader.pin_memory": st.booleans(),
     "optimizer.learning_rate": _above_zero,
     "optimizer.weight_decay": st.floats(0, allow_infinity=False, allow_nan=False),

@@ -307,7 +307,7 @@ def test_a_source_is_told_how_steps_are_cut_and_where_they_end() -> None:
     source = Source(remaining=30)
     batches = begun(source, global_batch_size=13, num_ranks=2, rank=1, share_weights=(1.0, 2.0))
     assert batches.can_replay
-    assert batches.num_steps == 2
+    assert batches.num_steps == 3  # of 13, 13 and 4 samples
     plan = BatchPlan(global_batch=13, num_ranks=2, micro_batch=4, weights=(1.0, 2.0))
     assert source.told == [(plan, 1)]
     batches.commit(3)
@@ -341,6 +341,25 @@ def test_a_sources_last_step_takes_what_remains(remaining: int, drop_last: bool,
     batches = begun(Source(remaining=remaining, drop_last=drop_last), global_batch_size=12, num_ranks=2)
     step = batches.next_step(keep_batch=True)
     assert (None if step is None else step.num_samples) == num_samples
+
+
+@given(
+    num_samples=st.integers(0, 60),
+    global_batch=st.integers(4, 20),
+    num_ranks=st.integers(1, 4),
+    drop_last=st.booleans(),
+)
+def test_a_sources_epoch_has_as_many_steps_as_are_taken(
+    num_samples: int, global_batch: int, num_ranks: int, drop_last: bool
+) -> None:
+    source = Source(remaining=num_samples, drop_last=drop_last)
+    batches = begun(source, global_batch_size=global_batch, num_ranks=num_ranks)
+    told, num_steps = batches.num_steps, 0
+    while (step := batches.next_step()) is not None:
+        assert step.num_samples is not None and source.remaining is not None
+        source.remaining -= step.num_samples
+        num_steps += 1
+    assert told == max(num_steps, 1)
 
 
 @pytest.mark.parametrize(("global_batch", "num_samples"), [(26, 6), (8, 8), (7, 7)])

@@ -259,6 +259,21 @@ def test_a_second_call_goes_on_where_the_loop_before_was_left(tmp_path: Path, ki
     assert run.seen.samples == whole.samples
 
 
+@pytest.mark.parametrize(("kind", "num_in_step"), [("elastic", 0), ("stream", 1), ("elastic with workers", 1)])
+def test_a_batch_with_which_a_loop_was_left_before_its_micro_step_comes_again(
+    tmp_path: Path, kind: str, num_in_step: int
+) -> None:
+    whole = by_epochs(tmp_path, kind)
+    with Run(tmp_path, "run", kind) as run:
+        for number, batch in enumerate(run.trainer.batches()):
+            if number == 2 * MIDDLE + num_in_step:
+                break
+            run.micro_step(*batch)
+        run._taken.clear()  # the micro-steps of its step come again, too
+        run.train()
+    assert run.seen.samples == whole.samples
+
+
 How = Callable[[Run], object]
 
 

@@ -33,8 +33,8 @@ How = Literal["interval", "by hand", "signal", "crash", "crash within"]
 class Stream(IterableDataset[Any]):
     """One rank's part of the data, shared out among workers; it can tell where it is."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._own = list(zip(*make_data(BATCH * STEPS), strict=True))[rank::num_ranks]
+    def __init__(self, rank: int, num_ranks: int, num_samples: int = BATCH * STEPS) -> None:
+        self._own = list(zip(*make_data(num_samples), strict=True))[rank::num_ranks]
         self._at = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,6 +98,12 @@ LOADERS: dict[str, Callable[[int, int], Any]] = {
         TensorDataset(*(part[rank::num_ranks] for part in make_data(BATCH * STEPS))), batch_size=2
     ),
 }
+WITH_A_REST: dict[str, Callable[[int, int], Any]] = {  # of samples that are too few for a step
+    "stream with a rest": lambda rank, num_ranks: ElasticDataLoader(Stream(rank, num_ranks, BATCH * STEPS + 2), 2),
+    "workers with a rest": lambda rank, num_ranks: ElasticDataLoader(
+        Stream(rank, num_ranks, BATCH * STEPS + 2), 2, num_workers=1
+    ),
+}
 CANNOT_GO_ON = {"stream without state", "torch's"}
 CANNOT_SEE_THE_END = {"stream", "stream of a worker", "stream without state"}
 
@@ -136,7 +142,7 @@ def train(
     random.seed(7)
     plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 5)).double()
     model = shared(plain, num_ranks)
-    loader = LOADERS[kind](rank, num_ranks)
+    loader = (LOADERS | WITH_A_REST)[kind](rank, num_ranks)
     inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_of(
         folder / name,
@@ -236,6 +242,22 @@ def test_a_run_resumed_after_an_epochs_last_step_goes_on_with_the_next_epoch(
     if how == "by hand" and kind == "stream without state":
         pytest.skip("it begins that epoch anew, and says so: nothing tells that the epoch is over")
     resume_rank(0, tmp_path, kind, 1, how, 0)
+
+
+@pytest.mark.parametrize("kind", WITH_A_REST)
+def test_an_epoch_whose_last_samples_are_too_few_for_a_step_is_over(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    every = CheckpointInterval(epochs=1)
+    whole = train(tmp_path, "whole", kind, every=every)
+    assert "1 of 2 micro-steps of a step were dropped: the epoch ended before the step did" in caplog.text
+    stopped = train(tmp_path, "run", kind, how="crash", until=STEPS, every=every)
+    resumed = train(tmp_path, "run", kind, every=every)
+    assert resumed.started_at == (1, STEPS)
+    assert stopped.steps + resumed.steps == whole.steps
+    assert resumed.final == whole.final
+    ended = train(tmp_path, "run", kind, every=every)
+    assert (ended.started_at, ended.steps) == ((EPOCHS, STEPS * EPOCHS), [])
 
 
 @pytest.mark.parametrize("kind", the_first(["indexed", "own"], 1))

@@ -353,12 +353,19 @@ def test_an_optimizer_may_step_again_after_another_backward_pass(
 
 def test_a_run_that_goes_on_begins_with_the_epoch_that_it_was_in() -> None:
     counts = Counts()
-    assert counts.remark_on_beginning(0) is None
-    counts.go_on_in(3)
-    assert counts.remark_on_beginning(3) is None
-    assert counts.remark_on_beginning(5) is None
+    assert counts.remark_on_beginning(0, is_whole=True) is None
+    assert counts.remark_on_beginning(1, is_whole=True) is None, "it counts epochs from 1 on"
+    counts.load_state_dict({**counts.state_dict(), "epoch": 3})
+    assert counts.remark_on_beginning(3, is_whole=True) is None
     assert "training goes on in epoch 3, and the loop begins with epoch 2: it would train 1 epochs again" in str(
-        counts.remark_on_beginning(2)
+        counts.remark_on_beginning(2, is_whole=True)
+    )
+    later = "training goes on after step 0, in epoch 3, and the loop begins with epoch 5: "
+    assert f"{later}the samples of epochs 3 to 4 that come after step 0 are left out; to train on those" in str(
+        counts.remark_on_beginning(5, is_whole=True)
+    )
+    assert f"{later}what comes is the rest of epoch 3, and training ends 2 epochs early" in str(
+        counts.remark_on_beginning(5, is_whole=False)
     )
 
 

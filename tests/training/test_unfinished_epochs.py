@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,34 @@ def test_nothing_is_told_of_a_schedule_that_steps_behind_each_step(
                             break
         assert trainer.global_step == num_steps
     assert "had stepped" not in caplog.text
+
+
+@pytest.mark.parametrize("fails_in", [0, 2])
+@pytest.mark.parametrize("every", [BY_EPOCHS, CheckpointInterval(steps=100)])
+def test_training_that_goes_on_after_an_exception_has_left_an_epoch_is_saved_as_it_ends(
+    tmp_path: Path, every: CheckpointInterval, fails_in: int
+) -> None:
+    model, loader = make_model(), ElasticDataLoader(TensorDataset(*make_data(BATCH * STEPS)), BATCH)
+    options: dict[str, Any] = {"shared_storage_path": tmp_path / "storage", "checkpoint_interval": every}
+    trainer = trainer_of(tmp_path, model, loader, **options)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+
+    def take(epoch: int) -> None:
+        with trainer.epoch(epoch):
+            for inputs, targets in loader:
+                with trainer.step():
+                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if epoch == fails_in:
+                    raise InterruptedError
+
+    with trainer:
+        for epoch in range(3):
+            with contextlib.suppress(InterruptedError):
+                take(epoch)
+    assert trainer.global_step == 2 * STEPS + 1
+    expected = {f"step_{trainer.global_step}"} if every is not BY_EPOCHS or fails_in == 2 else set()
+    if every is BY_EPOCHS:
+        expected |= {f"epoch_{epoch + 1}" for epoch in range(3) if epoch != fails_in}
+    assert set(saved_in(tmp_path / "storage")) == expected

@@ -426,14 +426,28 @@ def test_a_size_at_which_memory_does_not_suffice_is_taken_back(facts_come_first:
     job.change_inside({"dataloader.batch_size": 2})
     if facts_come_first:
         job.tell_facts()
-    told = job.run(1)
-    if not facts_come_first:
+    else:
+        assert job.run(1) == [], "it may have changed what is no knob"
         job.tell_facts()
+    told = job.run(1)
     assert [(each.kind, each.outcome) for each in told] == [("probe", "refused"), ("undo", "")]
     assert "the job itself put revision 1" in told[0].reason and job.size == FIRST
     job.run(ENOUGH)
     assert tried not in _sizes_told(job)[_sizes_told(job).index(FIRST) :]
     assert job.controller.standing.stand == "settled"
+
+
+@pytest.mark.parametrize("facts_come_first", [False, True])
+def test_a_size_is_tried_to_its_end_where_the_job_itself_changes_what_is_no_knob(facts_come_first: bool) -> None:
+    job = _in_a_try()
+    tried = job.size
+    job.change_inside({"user.mixup": 0.1})
+    if not facts_come_first:
+        job.run(1)
+    job.tell_facts()
+    told = job.run(ENOUGH)
+    (probe, *_) = [each for each in told if each.kind == "probe"]
+    assert (probe.changes["global_batch_size"], probe.outcome) == (tried, "kept") and job.size >= tried
 
 
 def test_memory_that_does_not_suffice_later_at_a_grown_size_changes_micro_batches_alone() -> None:

@@ -24,7 +24,7 @@ from elastic_ext.master.metrics import exposition
 from elastic_ext.master.nodes import RequestRefused
 from elastic_ext.master.status import job_status
 from elastic_ext.master.store import JobStore, Stored
-from elastic_ext.master.tuning import Mode
+from elastic_ext.master.tuning import Mode, Tuning
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.records.metrics import JobFacts, LearningFacts
 from elastic_ext.tuner.decisions import Decision, Kind
@@ -491,6 +491,19 @@ def test_a_person_has_it_pause_go_on_and_take_back(master: MasterThread, strateg
     assert strategy.names()[-1] == "resume"
     kinds = [each.kind for each in caller("ReadEvents")]
     assert kinds.count("tuning-asked") == 3
+
+
+def test_that_it_is_paused_is_said_whether_or_not_it_knows_of_the_job() -> None:
+    tuning = Tuning("auto", (), tell=lambda *_: None)
+    assert tuning.standing()[0] == "waiting"
+    tuning.control(1.0, "pause", "I measure by myself")
+    assert tuning.standing()[:2] == ("paused", "the tuner is paused, until `elastic-ext tuning resume`")
+    again = Tuning("auto", tuning.decisions, tell=lambda *_: None)  # of a master that is started again
+    assert again.standing() == tuning.standing()
+    again.take_facts(2.0, "no facts")
+    assert again.standing() == tuning.standing()
+    again.control(3.0, "resume", "")
+    assert again.standing()[0] == "waiting"
 
 
 def test_what_cannot_be_asked_of_it_is_refused_with_a_reason(master: MasterThread, strategy: Scripted) -> None:

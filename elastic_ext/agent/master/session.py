@@ -14,7 +14,8 @@ from typing import Protocol
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
 from elastic_ext.master.address import MOST_BEAT_BYTES
-from elastic_ext.master.client import OLDEST_PROTOCOL, PROTOCOL, MasterClient, MasterStream
+from elastic_ext.master.client import MasterClient, MasterStream
+from elastic_ext.master.wire import OLDEST_PROTOCOL, PROTOCOL
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.ranks.deadlines import Backoff, OwnedThread
 

@@ -159,6 +159,8 @@ class RankStatus:
     samples_per_second: float | None
     """The samples per second of all ranks together."""
     memory_bytes: int | None
+    children_bytes: int | None
+    """The machine's memory that processes started by the rank hold, such as those that load samples."""
     accelerator_bytes: int | None
     cpu_percent: float | None
     config_version: int | None
@@ -443,6 +445,7 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         steps_per_second=measures.steps_per_second,
         samples_per_second=measures.samples_per_second,
         memory_bytes=_first(worker.memory_bytes, measures.memory_bytes),
+        children_bytes=worker.children_bytes,
         accelerator_bytes=_first(worker.gpu_memory_bytes, measures.accelerator_bytes),
         cpu_percent=worker.cpu_percent,
         config_version=metrics.config_version if metrics else None,
@@ -472,6 +475,7 @@ def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
         steps_per_second=measures.steps_per_second,
         samples_per_second=measures.samples_per_second,
         memory_bytes=measures.memory_bytes,
+        children_bytes=None,
         accelerator_bytes=measures.accelerator_bytes,
         cpu_percent=None,
         config_version=metrics.config_version,

@@ -96,7 +96,8 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
     if measured is not None:
         yield "batch", _batch_in_words(measured, status.world_size)
     if loader := _loader_in_words([each.measures.num_workers for each in status.ranks]):
-        yield "loader", loader
+        held = sum(each.children_bytes or 0 for each in status.ranks)
+        yield "loader", loader + (f"; child processes of the ranks here hold {size_in_words(held)}" if held > 0 else "")
     rated = next((each for each in status.ranks if each.measures.learning_rate is not None), None)
     if rated is not None:
         rate = words_of("learning_rate", {"learning_rate": rated.measures.learning_rate})

@@ -40,7 +40,9 @@ class ProcessSample:
     cpu_percent: float | None
     """Processor time since the sample before, in percent of one core; None in the first sample."""
     memory_bytes: int
-    """Resident memory of all these processes; memory that they share counts once for each."""
+    """Resident memory of the worker's own process."""
+    children_bytes: int
+    """Resident memory of the processes that it has started; memory that they share counts once for each."""
     num_threads: int
     """How many threads the worker's own process has."""
     children: tuple[int, ...]
@@ -105,7 +107,8 @@ class ProcessTable:
         return ProcessSample(
             state=own.state,
             cpu_percent=percent,
-            memory_bytes=sum(each.memory_bytes for each in stats),
+            memory_bytes=own.memory_bytes,
+            children_bytes=sum(each.memory_bytes for each in stats[1:]),
             num_threads=own.num_threads,
             children=tuple(children),
         )
@@ -356,6 +359,7 @@ class Monitor:
             state="running",
             cpu_percent=sample.cpu_percent,
             memory_bytes=sample.memory_bytes,
+            children_bytes=sample.children_bytes,
             num_threads=sample.num_threads,
             num_processes=1 + len(sample.children),
             gpu_percent=max((each.percent for each in gpu if each.percent is not None), default=None),

@@ -63,6 +63,8 @@ class Ending:
     """The error that kept the process from being started at all; None where it was started."""
     as_torch_says: str = ""
     """What torch's loader says of a worker that a signal ended; empty where none did."""
+    was_told_to_end: bool = False
+    """Whether SIGTERM ended the process, as where a whole job is told to end."""
 
     @classmethod
     def of(cls, pid: int, code: int | None, error: Exception | None = None) -> Ending:
@@ -70,7 +72,8 @@ class Ending:
         said = ""
         if code is not None and code < 0:
             said = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
-        return cls(in_words(pid, code), error=error, as_torch_says=said)
+        was_told = code == -signal.SIGTERM
+        return cls(in_words(pid, code), error=error, as_torch_says=said, was_told_to_end=was_told)
 
 
 class Child(Protocol):

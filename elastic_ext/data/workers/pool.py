@@ -188,7 +188,8 @@ class Crew:
         if ending.error is not None or self._num_unstarted >= _MOST_UNSTARTED:
             self._unstarted = news
         reason = ending.how if ending.error is None else f"its process could not be started: {ending.error}"
-        _logger.warning("data worker %d was never ready: %s", news.slot, reason)
+        level = logging.INFO if ending.was_told_to_end else logging.WARNING  # a job that is told to end starts workers
+        _logger.log(level, "data worker %d was never ready: %s", news.slot, reason)
 
     def _is_sent(self, worker: Worker) -> bool:
         try:

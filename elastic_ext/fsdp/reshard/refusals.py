@@ -28,6 +28,7 @@ __all__ = [
     "why_not_leave_ddp",
     "why_not_mixed",
     "why_not_other_ranks",
+    "why_not_parted",
     "why_not_replace",
     "why_not_tied",
     "why_not_unit",

@@ -20,6 +20,8 @@ from elastic_ext.records.metrics import StepWindow
 from . import master_pb2
 
 __all__ = [
+    "OLDEST_PROTOCOL",
+    "PROTOCOL",
     "as_dict",
     "filled",
     "logged_of",
@@ -29,6 +31,11 @@ __all__ = [
     "window_message",
     "window_record",
 ]
+
+PROTOCOL = 1
+"""The version of the protocol that agents and masters of this library speak; the only one so far."""
+OLDEST_PROTOCOL = 1
+"""The oldest version of the protocol that an agent of this library speaks as well."""
 
 
 # --- messages as plain values, as JSON has them, and records of records/metrics.py as messages and back --------------

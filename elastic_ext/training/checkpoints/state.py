@@ -489,6 +489,8 @@ class TrainingState:
             _logger.warning("%s", why_anew)
         if self._batches.positions.can_go_back(resumed.position):
             self._pass_rest(resumed)
+            if why_anew is None:
+                self._batches.count_rest()
         self._restore_random(resumed)
 
     def why_incomplete(self, resumed: Resumed) -> str | None:
@@ -603,6 +605,8 @@ class TrainingState:
         else:
             self.counts.load_state_dict(resumed.state["counts"])
         told = None if skips else self._batches.positions.go_back(resumed.position, resumed.own_position)
+        if can_go_back and not skips:
+            self._batches.count_rest()
         if told is not None and told not in self._told and self.rank == 0:
             self._told.add(told)
             _logger.warning("%s", told)

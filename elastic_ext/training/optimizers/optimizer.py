@@ -58,6 +58,11 @@ _BARE_SCALER = (
     "when it changes its scale in the middle of a step, accumulated gradients count too much or too little; give "
     "it to prepare(), or call its step() and update() `if trainer.sync_gradients:`"
 )
+_BARE_SCHEDULE = (
+    "learning rates have changed between two micro-steps of a step, as where a scheduler that was not given to "
+    "prepare() steps in each of them: it steps {num} times per step, so that its rates change {num} times too fast, "
+    "and no checkpoint holds it; give it to prepare(), and call the step() of the scheduler that prepare() returns"
+)
 
 Closure = Callable[[], Any]
 _NEVER = -1
@@ -118,12 +123,11 @@ class ElasticOptimizer(Optimizer):
         self._is_called = False  # the step under way came through this object
         self.scaled_by: Callable[..., Any] | None = None
         """Called in place of ``step()`` where accelerate has optimizers step through a GradScaler; else None."""
-        if state is not None:
-            optimizer.register_step_pre_hook(self._before_inner)
         self._schedulers: list[ElasticLRScheduler] = []
         self._num_looks = _NUM_LOOKS  # that are left
         self._used: tuple[Any, int] | None = None  # a gradient that the last call used, and its version
         self._gathered: tuple[int, Any] | None = None  # the step in which step() was left out, and what it saw then
+        self._scheduled: list[Any] | None = None  # the rates of a schedule as the step under way began, if it gathers
         self._follower: ConfigFollower | None = None
         if config_file is not None:
             self._follow(config_file, follow)
@@ -185,6 +189,8 @@ class ElasticOptimizer(Optimizer):
             self._show_gradients(state)
         if self._num_looks > 0:
             self._look_twice(state)
+        if self._scheduled is not None:
+            self._look_at_schedule(state)
         rates = self.rates
         if rates.must_look:
             rates.look()
@@ -270,6 +276,13 @@ class ElasticOptimizer(Optimizer):
 
     # ---- for the trainer and the appliers ----
 
+    def watch_inner(self) -> None:
+        """See from here on that the loop does not step the wrapped optimizer itself.
+
+        Called once ``prepare()`` has succeeded: the wrapped optimizer may be given to another after one that failed.
+        """
+        self.inner.register_step_pre_hook(self._before_inner)
+
     @property
     def schedules(self) -> Sequence[ElasticLRScheduler]:
         """The prepared schedulers that set this optimizer's rates."""
@@ -312,6 +325,10 @@ class ElasticOptimizer(Optimizer):
     def forget_zeroing(self) -> None:
         """Wait for no ``zero_grad()``, since the gradients of the step that ended are gone."""
         self._may_zero = False
+
+    def begin_gathering(self) -> None:
+        """Begin a step of several micro-steps, before whose end no schedule is to change the rates."""
+        self._scheduled = self.rates.scheduled
 
     def follows_schedule(self, scheduler: ElasticLRScheduler) -> None:
         """Note that ``scheduler`` sets the rates of this optimizer's groups."""
@@ -371,6 +388,12 @@ class ElasticOptimizer(Optimizer):
             self._num_looks -= 1
         elif used is not None and now is not None and used[0]() is now and used[1] == now._version:
             state.remarks.say("used twice", _USED_TWICE.format(name=type(self.inner).__name__))
+
+    def _look_at_schedule(self, state: StepState) -> None:
+        """Warn where the rates of a schedule have changed since the step began: it steps in every micro-step."""
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled != self.rates.scheduled and state.num_micro_steps > 1:
+            state.remarks.say("a bare schedule", _BARE_SCHEDULE.format(num=state.num_micro_steps))
 
     def _before_inner(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """Raise where the loop steps the wrapped optimizer itself in a micro-step: it would step in each of them."""

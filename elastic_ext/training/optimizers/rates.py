@@ -95,6 +95,18 @@ class Rates:
         return [float(group["lr"]) * self.factor for group in self._groups if "lr" in group]
 
     @property
+    def scheduled(self) -> list[Any] | None:
+        """Values, one for each group, that are others once a schedule has changed the rates; None without a schedule.
+
+        Of a tensor it is the count of its changes, so that its device is not waited for.
+        """
+        groups = self._groups
+        if "initial_lr" not in groups[0]:
+            return None
+        rates = [group.get("lr") for group in groups]
+        return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
+
+    @property
     def are_by_hand(self) -> bool:
         """Whether the loop was seen to write rates by itself, where there is no schedule."""
         group = self._groups[0]

@@ -529,6 +529,8 @@ class Steps:
         state.before_optimizer = gradients.check if is_watched else None
         if step.num_micro_steps > 1:
             gradients.begin_gathering(is_looked_at=is_looked_at_now)
+            for optimizer in self._optimizers:
+                optimizer.begin_gathering()
         self._num_own_backwards = 0
         self._next_look = next_look(state.number)
         is_plain = not (is_watched or is_watching or is_looked_at_now)

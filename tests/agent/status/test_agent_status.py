@@ -201,6 +201,14 @@ def test_how_many_workers_load_samples_is_told(num_workers: tuple[int | None, ..
     assert (f"  loader         {told}\n" in text) if told else ("loader" not in text)
 
 
+def test_the_memory_of_a_ranks_child_processes_is_told_apart_from_its_own() -> None:
+    seen = tuple(worker(rank, memory_bytes=2**31, children_bytes=2**29) for rank in range(2))
+    rows = tuple(metrics(rank, measures=Measures(num_workers=3)) for rank in range(2))
+    status = status_of(replace(WITH_AGENT, workers=replace(WORKERS, workers=seen), metrics=rows))
+    assert "3 workers on each rank; child processes of the ranks here hold 1.00 GiB\n" in words(status)
+    assert [(each.memory_bytes, each.children_bytes) for each in status.ranks] == [(2**31, 2**29)] * 2
+
+
 def test_the_step_is_that_of_the_newest_record_or_of_the_save_that_ended_training() -> None:
     ended = replace(WITH_AGENT, is_agent_running=False, living=frozenset())
     for at, metrics_step, step in ((NOW - 5, 40, 50), (NOW - 1, 63, 63)):  # the agent's record is two seconds old

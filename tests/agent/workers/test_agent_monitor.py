@@ -223,7 +223,7 @@ def test_metrics_that_cannot_be_read_say_nothing(tmp_path: Path, clock: Clock, m
         assert (seen.step, seen.steps_per_second) == (None, None)
 
 
-def test_processor_time_and_memory_are_counted_with_those_that_a_process_has_started(tmp_path: Path) -> None:
+def test_what_a_process_has_started_is_counted_with_its_processor_time_and_beside_its_memory(tmp_path: Path) -> None:
     busy = "import os, sys\nchild = os.fork()\nif child == 0:\n    os.write(1, b'x')\nwhile True:\n    pass"
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
@@ -244,7 +244,12 @@ def test_processor_time_and_memory_are_counted_with_those_that_a_process_has_sta
             assert used is not None
             assert used.cpu_percent is not None
             assert used.cpu_percent >= 10  # in the second that passed on this clock, of the child alone
-            assert used.memory_bytes > 2 << 20
+            assert used.memory_bytes > 2 << 20 and used.children_bytes > 1 << 20
+            child.kill()
+            until(lambda: child.status() == psutil.STATUS_ZOMBIE)
+            alone = table.sample(found, 2.0)
+            assert alone is not None and alone.children_bytes == 0
+            assert alone.memory_bytes > 2 << 20, "that of the process itself does not change as others come and go"
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import resource
@@ -210,6 +211,19 @@ def test_workers_that_go_with_it_before_they_are_ready_are_started_again(
     with Pool(work({}, worker_init_fn=lambda _: kills()), context=FORK) as pool:
         assert batches_made(pool, 4, [[0], [1]]) == [[0], [1]]
     assert all("was killed by SIGKILL" in each for each in warnings_in(caplog))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_worker_that_is_told_to_end_before_it_is_ready_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that is told to end has workers that start, and the signal finds them too."""
+    caplog.set_level(logging.INFO, "elastic_ext")
+    ends = Once(tmp_path / "0", lambda: signal.raise_signal(signal.SIGTERM))
+    with Pool(work({}, worker_init_fn=lambda _: ends()), context=FORK) as pool:
+        assert batches_made(pool, 2, [[0], [1]]) == [[0], [1]]
+    assert not warnings_in(caplog)
+    assert any("was never ready" in each and "SIGTERM" in each for each in caplog.messages)
 
 
 @pytest.mark.usefixtures("nothing_left")

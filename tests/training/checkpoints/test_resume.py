@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
@@ -456,6 +457,51 @@ def test_the_command_against_a_file_that_was_left_restores_a_loaders_workers_pas
     assert line.endswith("dataloader.num_workers stays 2, the script's is 1")
     metrics = json.loads((tmp_path / "0" / "metrics-0.json").read_text())
     assert metrics["from_checkpoint"] == {"dataloader.num_workers": "2 (the script has 1)"}
+
+
+@pytest.mark.parametrize(
+    ("way", "has_schedule"),
+    [
+        ("a checkpoint", False),
+        ("a checkpoint", True),
+        ("state_dict() before prepare()", False),
+        ("state_dict() after prepare()", False),
+    ],
+)
+def test_the_scripts_own_rate_and_decay_can_be_given_back_past_a_checkpoint_that_has_others(
+    tmp_path: Path, way: str, has_schedule: bool
+) -> None:
+    """What training is done with, and not only what the config in force says."""
+    state: dict[str, Any] = {}
+
+    def run(version: int, rate: float, decay: float) -> None:
+        (tmp_path / "0").mkdir(exist_ok=True)
+        put(tmp_path / "0", version=version, optimizer={"learning_rate": rate, "weight_decay": decay})
+        model = net(0.0, seed=0)
+        groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.2}]
+        inner = SGD(groups, lr=0.1, weight_decay=0.01)
+        storage = tmp_path / "storage" if way == "a checkpoint" else None
+        trainer = trainer_of(tmp_path, model, micro_batch_size=4, global_batch_size=8, shared_storage_path=storage)
+        if state and way == "state_dict() before prepare()":
+            trainer.load_state_dict(state["trainer"])
+        optimizer, *_ = trainer.prepare([inner], [lr_scheduler.StepLR(inner, 100)] if has_schedule else [])[0]
+        if state and way == "state_dict() after prepare()":
+            trainer.load_state_dict(state["trainer"])
+        if state:
+            optimizer.load_state_dict(state["optimizer"])
+        with trainer:
+            assert trainer.config.optimizer.learning_rate == rate and trainer.config.optimizer.weight_decay == decay
+            assert optimizer.effective_rates == pytest.approx([rate, 2 * rate])
+            assert [group["weight_decay"] for group in inner.param_groups] == [decay, decay]
+            take(trainer, model, optimizer)
+            if storage is None:
+                state.update(trainer=trainer.state_dict(), optimizer=copy.deepcopy(optimizer.state_dict()))
+            else:
+                trainer.save_checkpoint()
+
+    run(1, 0.05, 0.2)
+    run(2, 0.1, 0.01)  # as the script has them
+    run(3, 0.3, 0.0)
 
 
 def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

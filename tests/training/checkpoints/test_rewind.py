@@ -500,6 +500,32 @@ def test_between_epochs_samples_that_are_skipped_stay_behind(tmp_path: Path, loa
 Numbers = list[tuple[int, list[int]]]
 
 
+def numbered_run(folder: Path, name: str, *, shuffles: bool = True, num_workers: int = 0) -> Run:
+    """A run whose epochs have eight steps, of samples that are numbers."""
+    data = TensorDataset(torch.arange(32.0)[:, None])
+    loader = ElasticDataLoader(data, batch_size=2, shuffle=shuffles, num_workers=num_workers)
+    return Run(folder, name, loader=loader, global_batch_size=4, num_epoch_steps=7)
+
+
+def epoch_taken(run: Run, epoch: int, *, num_steps: int | None = None) -> list[int]:
+    """The numbers of the samples that a loop takes in an epoch, which it leaves after so many steps."""
+    found: list[int] = []
+    trainer = run.trainer
+    with trainer.epoch(epoch):
+        for batch in run.loader:
+            numbers = batch[0]
+            with trainer.step():
+                loss = run.model(numbers.double().expand(-1, 6)).square().mean()
+                trainer.backward(run.scaler.scale(loss))
+                run.scaler.step(run.optimizer)
+                run.scaler.update()
+                run.optimizer.zero_grad()
+            found.extend(map(int, numbers.flatten().tolist()))
+            if num_steps is not None and len(found) == 4 * num_steps:
+                break
+    return found
+
+
 def epochs_taken(
     folder: Path,
     name: str,
@@ -510,28 +536,11 @@ def epochs_taken(
     shuffles: bool = True,
 ) -> tuple[Numbers, int]:
     """By epoch the numbers of the samples that a loop took, and the steps; after epoch 1 it goes ``back`` to a step."""
-    data = TensorDataset(torch.arange(32.0)[:, None])
-    run = Run(
-        folder,
-        name,
-        loader=ElasticDataLoader(data, batch_size=2, shuffle=shuffles),
-        global_batch_size=4,
-        num_epoch_steps=7,
-    )
+    run = numbered_run(folder, name, shuffles=shuffles)
     trainer, found = run.trainer, list[tuple[int, list[int]]]()
 
     def take(epoch: int) -> None:
-        with trainer.epoch(epoch):
-            found.append((epoch, []))
-            for batch in run.loader:
-                numbers = batch[0]
-                with trainer.step():
-                    loss = run.model(numbers.double().expand(-1, 6)).square().mean()
-                    trainer.backward(run.scaler.scale(loss))
-                    run.scaler.step(run.optimizer)
-                    run.scaler.update()
-                    run.optimizer.zero_grad()
-                found[-1][1].extend(map(int, numbers.flatten().tolist()))
+        found.append((epoch, epoch_taken(run, epoch)))
 
     with trainer:
         epoch = trainer.start_epoch
@@ -544,6 +553,28 @@ def epochs_taken(
                 trainer.rewind(back, skip_samples=skips)
                 epoch = trainer.start_epoch if counts == "start_epoch" else epoch
         return found, trainer.global_step
+
+
+@pytest.mark.parametrize("num_left_at", [0, 2])  # the end of epoch 0, and the middle of epoch 1
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resumed_loop_that_begins_with_a_later_epoch_has_all_of_it_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_left_at: int, num_workers: int
+) -> None:
+    whole, _ = epochs_taken(tmp_path, "whole")
+    first = numbered_run(tmp_path, "run", num_workers=num_workers)
+    with first.trainer:
+        epoch_taken(first, 0)
+        if num_left_at:
+            epoch_taken(first, 1, num_steps=num_left_at)
+    second = numbered_run(tmp_path, "run", num_workers=num_workers)
+    with second.trainer as trainer:
+        assert trainer.start_epoch == 1
+        assert epoch_taken(second, 2) == whole[2][1] and trainer.global_step == 16 + num_left_at
+        assert epoch_taken(second, 3) and trainer.global_step == 24 + num_left_at
+    said = (
+        f"training goes on after step {8 + num_left_at}, in epoch 1, and the loop begins with epoch 2: the samples of "
+    )
+    assert f"{said}epoch 1 that come after step {8 + num_left_at} are left out" in caplog.text
 
 
 @pytest.mark.parametrize("back", [8, 10])  # the end of epoch 0, and the middle of epoch 1

@@ -133,3 +133,44 @@ def steps_a_bare_sequence(training: Training) -> None:
             training.optimizer.step()
             schedule.step()
             training.optimizer.zero_grad()
+
+
+_NOT_GIVEN = (
+    "learning rates have changed between two micro-steps of a step, as where a scheduler that was not given to "
+    "prepare() steps in each of them: it steps {num} times per step, so that its rates change {num} times too fast"
+)
+
+
+@SCHEDULES.cause(
+    "a schedule that was not given to prepare() steps in every micro-step",
+    says=_NOT_GIVEN.format(num=4),
+    comes_as="warning",
+    found="first steps",
+)
+def leaves_the_schedule_out(training: Training) -> None:
+    bare = training.sgd()
+    schedule = lr_scheduler.CosineAnnealingLR(bare, 100)
+    training.prepare(bare)
+    _train_under(schedule, training)
+
+
+@SCHEDULES.cause(
+    "a schedule made after prepare() steps in every micro-step, and the optimizer at the end of steps alone",
+    says=_NOT_GIVEN.format(num=2),
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(2,),
+)
+def leaves_the_schedule_of_a_prepared_optimizer_out(training: Training) -> None:
+    training.prepare()
+    _train_under(lr_scheduler.ExponentialLR(training.optimizer, 0.9), training, always_steps=False)
+
+
+def _train_under(schedule: lr_scheduler.LRScheduler, training: Training, *, always_steps: bool = True) -> None:
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.loss(inputs, targets).backward()
+            if always_steps or training.trainer.sync_gradients:
+                training.optimizer.step()
+            schedule.step()
+            training.optimizer.zero_grad()

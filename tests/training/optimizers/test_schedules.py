@@ -714,11 +714,23 @@ def test_each_of_several_optimizers_has_its_own_schedule_and_all_follow_one_rate
     assert factors == [[1.0, 1.0]] * num_before + [[3.0, 3.0]] * (8 - num_before)
 
 
-def test_a_schedule_of_an_optimizer_that_was_not_given_is_refused(tmp_path: Path) -> None:
-    model = make_model()
-    trainer = trainer_of(tmp_path, model)
+def test_a_schedule_of_an_optimizer_that_was_not_given_is_refused_and_its_own_is_prepared_after_that(
+    tmp_path: Path,
+) -> None:
+    model, loader = make_model(), Slices(make_data(BATCH), 4)
+    trainer, inner = trainer_of(tmp_path, model, loader, global_batch_size=BATCH), two_groups(model)
     with pytest.raises(ValueError, match="belongs to another optimizer than those given to prepare"):
-        trainer.prepare(two_groups(model), StepLR(two_groups(make_model()), 1))
+        trainer.prepare(inner, StepLR(two_groups(make_model()), 1))
+    optimizer, scheduler = trainer.prepare(inner, StepLR(inner, 1))
+    with trainer:
+        for inputs, targets in loader:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert trainer.global_step == 1
+    assert rates_of(inner) == pytest.approx([0.01, 0.002])
 
 
 def test_all_else_is_the_schedulers_own(tmp_path: Path) -> None:
