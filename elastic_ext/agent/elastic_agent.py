@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.members.decision import MeetingDecision, NodeWords, RoundStart, decide_members, settle
 from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.regroup import answer_for
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
@@ -96,6 +97,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
         self._goes_on = False  # whether workers of before do, in a round that nodes have met for
         self._stop_by: float | None = None
+        self._told_at: float | None = None  # that this node is to leave, where that waits for a change of members
         self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
         self._num_rounds = 0
@@ -251,8 +253,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_finished:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        change = self._members.change
-        if self._signals.told is not None and not (change is not None and change.is_told):  # it ends before long
+        if self._signals.told is not None and not self._puts_off(self._signals.told):
             self._leave(self._signals.told)
         result: RunResult = super()._monitor_workers(worker_group)
         if self._members.is_joining:
@@ -432,8 +433,9 @@ class ElasticAgent(LocalElasticAgent):
 
     def _drop_out(self, why: str) -> NoReturn:
         """Leave the nodes that this one was to join, which go on without it; always raises NotTaken."""
-        if self._members.change is not None:
-            self._members.change.tell_failed(why)
+        if (change := self._members.change) is not None:
+            change.tell_failed(why)
+            answer_for(change.plan, self._members.seats_in(change.plan), why)
         self._meeting.leave()
         raise NotTaken(why)
 
@@ -579,18 +581,37 @@ class ElasticAgent(LocalElasticAgent):
         drain = self._drains.of(self._launch.node_id, board)
         if self._members.change is not None or drain is None:
             return
-        if drain.is_due(plan):
+        node_id, is_due = self._launch.node_id, drain.is_due(plan)
+        if is_due and self._drains.are_enough_without(
+            node_id, board, plan, min_nodes=self._launch.min_nodes, gone=self._gone()
+        ):
             self.is_drained = True
             why = "another node has joined" if drain.after_join else "elastic-ext members drain"
             self._leave(signal.SIGTERM, why)
         if not self._has_told_drain:
             self._has_told_drain = True
-            self._journal.tell("leaving", "elastic-ext members drain: this node leaves once another one has joined")
+            why = f", as the job needs {self._launch.min_nodes} (--nnodes) and others leave" if is_due else ""
+            words = f"elastic-ext members drain: this node leaves once another one has joined{why}"
+            self._journal.tell("leaving", words)
 
     def _is_replaced_by_restart(self) -> bool:
         """Whether this node leaves now that another joins, so that the workers of all are started anew but once."""
         is_replaced = self._has_told_drain and self._meeting.held_back() and self._board.num_peers > 1
         return bool(is_replaced and self._members.why_restart())
+
+    def _puts_off(self, number: signal.Signals) -> bool:
+        """Whether leaving waits until members have changed, for which workers are about to come to a plan, or have.
+
+        That takes a step, as a rule; where the loop is between two epochs, say, it is not waited for for long.
+        """
+        change = self._members.change
+        is_soon = change is not None and (change.is_told or (change.is_joining and change.has_come))
+        if number != signal.SIGTERM or not is_soon:
+            return False
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+        return now < self._told_at + self._launch.shutdown_seconds / 3
 
     def _leave(self, number: signal.Signals, why: str = "", *, patience_seconds: float = 0.0) -> None:
         """Leave the job after a stop signal, or for another reason; always raises SignalException.
@@ -599,13 +620,18 @@ class ElasticAgent(LocalElasticAgent):
         With ``patience_seconds`` another node waits to join, and that is how much longer its meeting may take.
         """
         is_term = number == signal.SIGTERM
-        self._stop_by = time.monotonic() + self._launch.shutdown_seconds + patience_seconds
+        joins = self._members.is_joining
+        if (plan := self._members.settle()) is not None:
+            self._take_plan(plan)
+            joins = False
+        told_at = time.monotonic() if self._told_at is None else self._told_at
+        self._stop_by = told_at + self._launch.shutdown_seconds + patience_seconds
         how = "told to end" if is_term else f"sent {number.name} too"
         if is_term and self._tasks.saves_on_signals(each.seat for each in self.watched):
             how = "told to save a checkpoint and to end"
         self._journal.tell("leaving", f"{why or number.name}: this node leaves the job; its workers are {how}")
         board = self._board
-        if self._members.is_joining:
+        if joins:
             self._meeting.leave()
         elif board.num_peers > 1:
             self._members.leave(board, is_live=is_term)

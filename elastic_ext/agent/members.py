@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.members.decision import (
@@ -21,6 +21,7 @@ from elastic_ext.members.decision import (
     LeavingNode,
     NodeWords,
     RoundStart,
+    RowState,
     stage_of,
     why_restart_of,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "member_records",
     "members_requests",
     "planned_in_words",
+    "why_restart_told",
 ]
 
 _MOST_BYTES = 1 << 16
@@ -57,6 +59,8 @@ _ROWS = "change"
 _LEAVING = "leaving"
 _DRAINING = "draining"
 _DRAIN = "drain"
+_HOW = "members"
+_BY_RESTART = "nodes join and leave by a restart of all workers: "
 _WARM_SECONDS = 1800.0  # for the start, the model and the first passes of workers that join
 
 
@@ -80,12 +84,34 @@ def _record_in(file: Path, seat: int) -> MemberRecord | None:
     return record if record.seat == seat else None
 
 
+class _Told(Protocol):
+    """An event, as far as it is read here."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+def why_restart_told(events: Sequence[_Told]) -> str:
+    """Why members can change by a restart alone, as an agent has told it last in ``events``, oldest first; else empty.
+
+    It knows more than its workers do: what it was asked for, and what the ranks have refused.
+    """
+    how = next((each.text for each in reversed(events) if each.kind == _HOW), "")
+    return how.removeprefix(_BY_RESTART) if how.startswith(_BY_RESTART) else ""
+
+
 # --- a change in which workers go on ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeEnd:
-    """How a change has ended: ``failed`` is one whose joiners have not become ready, before others were told of it."""
+    """How a change has ended: ``failed`` is one whose joiners have not become ready, before others were told of it.
+
+    To a node that joins it is one whose own workers have not.
+    """
 
     kind: Literal["applied", "failed", "refused", "late"]
     why: str = ""
@@ -154,8 +180,11 @@ class LiveChange:
         if stage.kind == "ready" and not self.is_told and not self.is_joining:
             self.is_told, self._told_at = True, now
             self._on_ready()
-        if stage.kind in ("applied", "refused") or (stage.kind == "failed" and not self.is_told):
+        if stage.kind in ("applied", "refused"):
             return ChangeEnd(kind=stage.kind, why=stage.why, refused=stage.refused)
+        # To a node that joins it is another one that fails: all nodes meet again, and this one may join without it.
+        if stage.kind == "failed" and not (self.is_told or self.is_joining):
+            return ChangeEnd(kind=stage.kind, why=stage.why)
         if row.state == "warming" and self.seconds > _WARM_SECONDS:
             return ChangeEnd(kind="failed", why=f"its workers are not ready after {_WARM_SECONDS:.0f} seconds")
         is_applied = row.state == "applied"
@@ -170,7 +199,9 @@ class LiveChange:
 
     def tell_failed(self, why: str) -> None:
         """Tell the other nodes that the workers of this node, which were to join, do not."""
-        self._tell(ChangeRow(node_id=self._node_id, version=self.plan.version, state="failed", why=why))
+        was_ready = self._row is not None and self._row.state == "ready"
+        state: RowState = "lost" if was_ready else "failed"
+        self._tell(ChangeRow(node_id=self._node_id, version=self.plan.version, state=state, why=why))
 
     def _tell(self, row: ChangeRow) -> None:
         if row != self._row:
@@ -323,10 +354,10 @@ class Membership:
         if None in member_records(self._run_dir, self.seats_in(self.plan)).values():
             return
         why = self.why_restart()
-        how = f"nodes join and leave {f'by a restart of all workers: {why}' if why else 'while workers go on'}"
+        how = f"{_BY_RESTART}{why}" if why else "nodes join and leave while workers go on"
         if how != self._how_told:
             self._how_told = how
-            self._journal.tell("members", how)
+            self._journal.tell(_HOW, how)
 
     def hold_back_joins(self, board: RoundBoard) -> None:
         """Have nodes wait that want to join, while a change is under way, or as long as they would need a restart."""
@@ -518,23 +549,28 @@ class Drain:
         return not self.after_join or any(node.node_id not in self.known for node in plan.nodes)
 
 
-def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int) -> str:
-    """The id of the node that is to leave; ValueError where that is none, or the job cannot go on without it. Pure."""
+def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int, leaving: Collection[str] = ()) -> str:
+    """The id of the node that is to leave; ValueError where that is none, or the job cannot go on without it. Pure.
+
+    ``leaving`` are the nodes that have been told to leave before.
+    """
     nodes = {node.node_id: node.host for node in plan.nodes}
     found = [drain.node] if drain.node in nodes else [each for each, host in nodes.items() if host == drain.node]
     if not found:
         raise ValueError(f"node {drain.node} is not in the job; its nodes are {', '.join(nodes)}")
     if len(found) > 1:
         raise ValueError(f"{drain.node} has several nodes of the job; name one of {', '.join(found)}")
-    if len(nodes) == 1 and not drain.after_join:
+    others = [each for each in nodes if each in leaving and each != found[0]]
+    num_nodes, once = len(nodes) - len(others), f" once {', '.join(others)} has left" if others else ""
+    if num_nodes == 1 and not drain.after_join:
         raise ValueError(
-            f"node {found[0]} is the only one of the job, and the state of training would go with it; with "
+            f"node {found[0]} is the only one of the job{once}, and the state of training would go with it; with "
             "--after-join the node leaves once another has joined, and to end the job stop its agent"
         )
-    if len(nodes) <= min_nodes and not drain.after_join:
+    if num_nodes <= min_nodes and not drain.after_join:
         raise ValueError(
-            f"the job has {len(nodes)} nodes and needs {min_nodes} (--nnodes); with --after-join the node leaves once "
-            "another has joined"
+            f"the job has {num_nodes} nodes{once} and needs {min_nodes} (--nnodes); with --after-join the node leaves "
+            "once another has joined"
         )
     return found[0]
 
@@ -545,6 +581,11 @@ class Drains:
     def __init__(self) -> None:
         self._requests: deque[Drain] = deque()
         self._followed: dict[str, Drain] = {}  # by node, until it has left
+
+    @property
+    def leaving(self) -> set[str]:
+        """The nodes that are to leave at once, as far as this agent has heard of it."""
+        return {each.node for each in (*self._followed.values(), *self._requests) if not each.after_join}
 
     def add(self, drain: Drain) -> None:
         """Hand over a request; its ``node`` is an id."""
@@ -561,12 +602,27 @@ class Drains:
             board.post_quietly(f"{_DRAIN}/{node}", asdict(drain))
 
     def of(self, node_id: str, board: RoundBoard) -> Drain | None:
-        """The request that a node leaves, as somebody has told it on the board; None where nobody has."""
+        """The request that a node leaves, as somebody has told it on the board; None where nobody has.
+
+        This agent tells it too from then on, as the one that was asked may leave itself.
+        """
         row = board.read_quietly(f"{_DRAIN}/{node_id}")
         try:
-            return None if row is None else record_of(Drain, row)
+            return None if row is None else self._followed.setdefault(node_id, record_of(Drain, row))
         except ValueError:
             return None
+
+    def are_enough_without(
+        self, node_id: str, board: RoundBoard, plan: MembershipPlan, *, min_nodes: int, gone: Collection[str]
+    ) -> bool:
+        """Whether enough nodes stay where this one leaves now; of several that are to leave the first ones do.
+
+        ``gone`` are the nodes that have left or are leaving.
+        """
+        names = [node.node_id for node in plan.nodes]
+        asked = {name: self.of(name, board) for name in names[: names.index(node_id)]}
+        leaving = {name for name, drain in asked.items() if drain is not None and drain.is_due(plan)}
+        return len({*names} - {*gone} - leaving - {node_id}) >= max(min_nodes, 1)
 
 
 def members_requests(
@@ -577,7 +633,7 @@ def members_requests(
     def drain(request: Mapping[str, Any]) -> dict[str, Any]:
         asked = record_of(Drain, request, place="members-drain.")
         plan = MembershipPlan.from_json(read_at_most(run_dir / MEMBERSHIP_FILE, MOST_BYTES).decode())
-        node = drained_node(plan, asked, min_nodes=min_nodes)
+        node = drained_node(plan, asked, min_nodes=min_nodes, leaving=drains.leaving)
         drains.add(replace(asked, node=node, known=tuple(each.node_id for each in plan.nodes)))
         return {"node": node}
 

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ext.agent.config_writer import agent_in
 from elastic_ext.agent.control import AgentRefused, ControlError, ask
 from elastic_ext.agent.event_files import EventFiles
-from elastic_ext.agent.members import member_records
+from elastic_ext.agent.members import member_records, why_restart_told
 from elastic_ext.errors import in_words
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.records.agent import MEMBERSHIP_FILE, MOST_BYTES
@@ -108,8 +108,8 @@ class MembersView:
     records: tuple[MemberRecord, ...]
     """What the workers on this machine say of themselves, by their seats."""
     is_live: bool | None
-    """Whether members can change while workers go on, as far as the workers on this machine say; None where they do
-    not say it."""
+    """Whether members can change while workers go on, as far as workers and agents on this machine say; None where
+    they do not say it."""
     why_restart: str
     """Why members can change by a restart alone, a sentence; else empty."""
     has_begun: bool
@@ -169,7 +169,8 @@ def view_of(
             ended=ended,
         )
     said = tuple(each for each in records if each is not None)
-    whys = [each.why_restart for each in said if each.why_restart]
+    told = why_restart_told(events)
+    whys = [told] if told else [each.why_restart for each in said if each.why_restart]
     changes = [each for each in events if each.kind != "membership"]
     planned = next((each for each in reversed(changes) if each.kind == "members-planned"), None)
     is_over = planned is not None and any(_ends(each, planned) for each in changes if each.time >= planned.time)
@@ -177,7 +178,7 @@ def view_of(
     return MembersView(
         plan=plan,
         records=said,
-        is_live=None if not said or len(said) < len(records) else not whys,
+        is_live=None if not (said or told) or len(said) < len(records) else not whys,
         why_restart=whys[0] if whys else "",
         has_begun=has_begun,
         planned=None if is_over or is_restart else planned,

@@ -293,9 +293,9 @@ def _why(joined: Collection[str], lost: Collection[str], has_failed: bool) -> st
 
 # --- how far a change is that workers go on in, by what the nodes say while it goes on -------------------------------
 
-RowState = Literal["waiting", "warming", "ready", "failed", "applied", "refused"]
-"""What a node's workers have come to: of one that joins ``warming`` up, then ``ready``, or ``failed`` before that; of
-one that stays ``waiting`` for those and for the plan, then ``applied`` or ``refused``."""
+RowState = Literal["waiting", "warming", "ready", "lost", "failed", "applied", "refused"]
+"""What a node's workers have come to: of one that joins ``warming`` up, then ``ready`` and maybe ``lost`` later, or
+``failed`` before that; of one that stays ``waiting`` for those and for the plan, then ``applied`` or ``refused``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +324,8 @@ class ChangeStage:
 def stage_of(plan: MembershipPlan, joined: Collection[str], rows: Sequence[ChangeRow]) -> ChangeStage:
     """How far the change to ``plan`` is, by the newest rows of all nodes that have said something.
 
-    Who says something of a newer plan has seen that all came to this one.
+    Who says something of a newer plan has seen that all came to this one. A node that is lost once it was ready counts
+    as ready: others may have been told the plan by then, and all of them are to be; their ranks go on without it.
     """
     states = {each.node_id: each for each in rows if each.version == plan.version}
     if refused := [each for each in states.values() if each.state == "refused"]:
@@ -339,7 +340,7 @@ def stage_of(plan: MembershipPlan, joined: Collection[str], rows: Sequence[Chang
     }
     if are_in >= {node.node_id for node in plan.nodes}:
         return ChangeStage(kind="applied")
-    num_ready = sum(node in are_in or (node in states and states[node].state == "ready") for node in joined)
+    num_ready = sum(node in are_in or (node in states and states[node].state in ("ready", "lost")) for node in joined)
     if num_ready == len(joined):
         return ChangeStage(kind="ready")
     return ChangeStage(kind="warming", why=f"of the nodes that join {num_ready} of {len(joined)} are ready")

@@ -6,8 +6,10 @@ taken for theirs. The same store has the board on which ranks that train and wor
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +22,11 @@ from elastic_ext.ranks.group import Ranks
 from elastic_ext.torch_private.groups import destroy_groups, limit_of_default_group, set_limit, store_of_default_group
 
 from .plan import MembershipPlan
-from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
+from .store import GO, GROUPS, GROUPS_BEFORE, here, prefix_of
 
-__all__ = ["FORM_SECONDS", "Generation", "present_backend"]
+__all__ = ["FORM_SECONDS", "Generation", "answer_for", "present_backend"]
+
+_logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _SHORT_PAUSE_SECONDS = 0.005  # where training waits, or soon goes on
@@ -36,6 +40,35 @@ _BACKEND = "gloo"
 def present_backend() -> str:
     """The backend of the default process group; gloo where there is none, since that is what would be formed."""
     return dist.get_backend() if dist.is_available() and dist.is_initialized() else _BACKEND
+
+
+def _store_of(plan: MembershipPlan) -> Any:
+    """A connection to the store that a plan names; ElasticError where it does not answer."""
+    host, _, port = plan.store.rpartition(":")
+    try:
+        # torch tries for long to connect to where nobody listens.
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ElasticError(
+            f"the store {plan.store} of membership {plan.version} does not answer ({first_line})"
+        ) from None
+
+
+def answer_for(plan: MembershipPlan, seats: Sequence[int], why: str) -> None:
+    """Tell the ranks that train why workers in these seats do not come: their agent does, since they are no more.
+
+    Nobody hears of it where the store of the plan is gone.
+    """
+    try:
+        board = Board(_store_of(plan), prefix_of(plan.generation, plan.version), what=f"the store {plan.store}")
+        for seat in seats:
+            board.post(here(seat), {"why": why, "restarts": False})
+    except ElasticError as error:
+        _logger.debug("the ranks that train are not told that workers do not join: %s", error)
 
 
 class Generation:
@@ -54,18 +87,7 @@ class Generation:
         form_seconds: float = FORM_SECONDS,
     ) -> None:
         """``old`` and ``new`` are this process's ranks, None where it has none. ElasticError without the store."""
-        host, _, port = plan.store.rpartition(":")
-        try:
-            # torch tries for long to connect to where nobody listens.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host.strip("[]"), int(port), is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ElasticError(
-                f"the store {plan.store} of membership {plan.version} does not answer ({first_line})"
-            ) from None
+        self._store = _store_of(plan)
         self._ranks = ranks
         self._prefix = prefix_of(plan.generation, plan.version)
         self._new = None if new is None else (new, plan.world_size)

@@ -2,7 +2,7 @@
 
 The store is the one that the plan names, held by an agent. Where a live plan is applied the first rank of the old world
 *calls* the workers that join, with all that they are told; each of them answers that it is *here*, or why it cannot
-come; then it is told to *go*, or why the ranks do without it.
+come, as its agent says where the worker is no more; then it is told to *go*, or why the ranks do without it.
 """
 
 from __future__ import annotations

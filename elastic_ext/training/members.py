@@ -14,6 +14,7 @@ Where something fails before anything has moved, ranks go on as before, and the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -58,7 +60,7 @@ from elastic_ext.torch_private.groups import groups_made
 from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
-from .checks import SamplersOfBefore
+from .checks import SamplersOfBefore, check_shared
 
 if TYPE_CHECKING:
     from .training import Training
@@ -182,8 +184,8 @@ class TrainingMembers:
         self._follower.agreement.know_members(self.version)
         self._follower.agreement.held_members = self._held_version
 
-    def tell_begun(self) -> None:
-        """Write this worker's record, now that it is known whether members can change while it trains."""
+    def tell_how(self) -> None:
+        """Write this worker's record, as it is known, or known anew, whether members can change while it trains."""
         if self._watcher is not None:
             self._why_restart = why_restart(self._training)
             self._write()
@@ -355,6 +357,7 @@ class TrainingMembers:
             "num_local": self._worlds(plan).num_local,
             "plan": asdict(spread.plan),
             "facts": facts_of(self._training),
+            "rates": [each.rates.given_by_hand for each in self._training.prepared.optimizers],
         }
         return _why_not_coming(groups.quick_board, call, self._joiners(plan), self.answer_seconds)
 
@@ -392,22 +395,34 @@ class TrainingMembers:
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
         began, before = time.perf_counter(), ranks.world
-        change = None
+        change, telling = None, b""
         error: Exception | None = None
+        why, absent = self._why_not_coming_any_more(pending)
+        if why:
+            self._stay(pending, why, seats=absent)
+            return False
         if training.saving is not None:
-            training.saving.come_to_rest()
+            try:
+                training.saving.come_to_rest()
+            except Exception as failure:  # on all ranks, whose loops may go on after it
+                self._stay(pending, str(failure))
+                raise
         try:
             training.spread.wait()
             why_not = training.batches.why_not_ranks(training.follower.config, pending.plan.world_size)
             if why_not is not None:  # by a config that came into force since
                 raise ElasticError(why_not)
             change = self._prepared(pending.worlds, pending.holder, None)
+            if (
+                pending.worlds.has_comers and pending.new_rank == 0
+            ):  # what cannot be told is known before anything moves
+                telling = json.dumps(self._to_tell(pending)).encode()
         except Exception as caught:
             error = caught
         try:
             ranks.all_or_raise(error, "preparing a change of members")
         except RanksFailedError as failure:
-            self._stay(pending, _told_of(failure))
+            self._stay(pending, _told_of(failure))  # whoever would join is the cause, or all would be at a restart
             return False
         assert change is not None
         training.gradients.let_go_of_groups()
@@ -421,22 +436,37 @@ class TrainingMembers:
             training.session.take_up_model()
             training.session.take_world(ranks.world)
             training.steps.weigh_anew()
-            why = f"{type(failure).__name__}: {failure}"  # the ranks of before have met since
-            self._stay(pending, why, seats=[member.seat for member in self._joiners(pending.plan)])
+            self._stay(pending, f"{type(failure).__name__}: {failure}")  # the ranks of before have met since
             return False
         if pending.new_rank is None:
             self._leave(pending)
-        self._settle(pending, told=None)
+        self._settle(pending, telling)
         self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before)
         return True
 
-    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
-        """Go on as before, since a change failed before anything had moved; ``seats`` as ``_refuse`` has them."""
+    def _why_not_coming_any_more(self, pending: _Pending) -> tuple[str, list[int]]:
+        """Why workers that join cannot come any more, as their agents say, and their seats; with all old ranks."""
+        if not pending.worlds.has_comers:
+            return "", []
+        ranks = self._follower.ranks
+        found: tuple[str, list[int]] = "", []
+        if ranks.rank == 0:
+            with contextlib.suppress(BoardGone):  # as ranks find out that form groups there
+                found = _refusals(pending.groups.quick_board, self._joiners(pending.plan))
+        why, absent = json.loads(ranks.broadcast(json.dumps(found).encode(), 0, _CALLING))
+        return why, absent
+
+    def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] | None = None) -> None:
+        """Go on as before, since a change failed before anything had moved, and without the workers in ``seats``.
+
+        None: without any of those that were to join.
+        """
         if self._follower.ranks.rank == 0:
             self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says(self._follower.config)
-        self._refuse(pending.plan.version, why, seats=seats)
+        joiners = [member.seat for member in self._joiners(pending.plan)]
+        self._refuse(pending.plan.version, why, seats=joiners if seats is None else seats)
 
     def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         training = self._training
@@ -444,18 +474,20 @@ class TrainingMembers:
             worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
-    def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> None:
-        """Have all parts follow the new world, on the ranks of it; ``told`` is None on those who were there before."""
+    def _settle(self, pending: _Pending, telling: bytes | None) -> None:
+        """Have all parts follow the new world, on the ranks of it.
+
+        ``telling`` is what the first of them tells those that join, empty on others; None on those that join.
+        """
         training, ranks, session = self._training, self._follower.ranks, self._training.session
         session.take_up_model()
         if pending.worlds.has_comers:
-            mine = json.dumps(self._to_tell(pending)).encode() if ranks.rank == 0 else b""
-            told_now = json.loads(ranks.broadcast(mine, 0, _KINDS))
+            told = json.loads(ranks.broadcast(telling or b"", 0, _KINDS))
             error: Exception | None = None
-            if told is not None:
+            if telling is None:
                 try:
-                    pending = replace(pending, drawn=told_now["drawn"])
-                    self._take_over(told_now)
+                    pending = replace(pending, drawn=told["drawn"])
+                    self._take_over(told)
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
@@ -589,7 +621,7 @@ class TrainingMembers:
         training.guarding.let_go()
         cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         self._ready = 0
-        self._settle(pending, told={})
+        self._settle(pending, None)
         self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before, has_joined=True)
         self._follower.agreement.held_members = self._held_version
@@ -610,15 +642,17 @@ class TrainingMembers:
             call = self._awaited(groups.board, CALL, plan)
             if call is None:
                 continue
-            why, pending, parallel = "", None, None
+            why_anew = why_not_these_rates(self._training, call["rates"])
+            why, pending, parallel = why_anew, None, None
             try:
-                why = differences(facts_of(self._training), call["facts"])
+                why = why or differences(facts_of(self._training), call["facts"])
+                check_all_are_shared(self._training)
                 parallel = ParallelPlan(**call["plan"])
                 pending = self._pending_of(plan, groups, call)
                 self._prepared(pending.worlds, pending.holder, parallel)
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
-            groups.board.post(here(ranks.seat), {"why": why})
+            groups.board.post(here(ranks.seat), {"why": why, "restarts": bool(why_anew)})
             go = self._awaited(groups.quick_board, GO, None)  # they count on this worker now, whatever comes after
             if not go["why"]:
                 assert pending is not None and parallel is not None
@@ -726,6 +760,11 @@ def why_restart(training: Training) -> str:
         return "a batch sampler of the script's own says which batches each rank has"
     if batches.ordered is not None and batches.ordered.draws_order:
         return "a sampler of the script's own draws the order of samples, which ranks that come do not know"
+    if batches.is_gathered_by_hand:
+        return (
+            "the loop gathers gradients over several micro-batches by itself, and counts them from where it began: "
+            "whoever joins would step in other ones"
+        )
     if training.options.share_weights is not None:
         return "share_weights has a weight for each of so many ranks"
     backend = present_backend()
@@ -780,10 +819,36 @@ def facts_of(training: Training) -> dict[str, Any]:
     return facts
 
 
+def check_all_are_shared(training: Training) -> None:
+    """Raise where optimizers train parameters that nothing would average over the ranks: one rank alone may do that."""
+    sharing = training.gradients.sharing
+    groups = [group for each in training.prepared.optimizers for group in each.param_groups]
+    left_out = partial(sharing.left_out, as_others_join=True)
+    check_shared(training.model, groups, left_out=left_out, how=sharing.name)
+
+
+def why_not_these_rates(training: Training, theirs: Sequence[float | None]) -> str:
+    """Why a worker that joins cannot go on with the rates of a loop that writes them, a sentence; empty where it can.
+
+    ``theirs`` are, by optimizer, the rates that the scripts of the others gave, where what their loops write starts
+    from those.
+    """
+    for optimizer, given in zip(training.prepared.optimizers, theirs, strict=False):
+        if given is not None and given != optimizer.rates.given:
+            return (
+                f"the loop writes learning rates, which start from the one that {type(optimizer.inner).__name__} was "
+                f"made with: {optimizer.rates.given:g} here, and {given:g} on the ranks that train"
+            )
+    return ""
+
+
 def _why_not_coming(
     board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float
 ) -> tuple[str, list[int]]:
-    """Call the workers that join, and wait for their answers; gives why some cannot come, and their seats."""
+    """Call the workers that join, and wait for their answers; gives why some cannot come, and the seats of those.
+
+    The seat of one that could come if all workers were started anew is not among them.
+    """
     try:
         board.post(CALL, call)
         deadline = time.monotonic() + seconds
@@ -791,11 +856,17 @@ def _why_not_coming(
             if not board.wait([here(member.seat)], seconds=max(deadline - time.monotonic(), 0.0)):
                 why = f"the worker in seat {member.seat} on {member.host} has not answered in {seconds:g} s"
                 return why, [member.seat]
-        answers = {member.seat: str(board.read(here(member.seat))["why"]) for member in joiners}
+        return _refusals(board, joiners)
     except BoardGone as error:
         return str(error), []
-    reasons = {seat: why for seat, why in answers.items() if why}
-    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), [*reasons]
+
+
+def _refusals(board: Board, joiners: Sequence[Member]) -> tuple[str, list[int]]:
+    """Why workers that join cannot come, by their answers, and their seats, as ``_why_not_coming`` has them."""
+    answers = {member.seat: board.read(here(member.seat)) for member in joiners}
+    reasons = {seat: str(answer["why"]) for seat, answer in answers.items() if answer["why"]}
+    seats = [seat for seat in reasons if not answers[seat]["restarts"]]
+    return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), seats
 
 
 def _length_of(loader: Any) -> int | None:

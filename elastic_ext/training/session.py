@@ -103,7 +103,7 @@ class Session:
             if members.joins:
                 members.arrive()
             training.reports.begin()
-            members.tell_begun()
+            members.tell_how()
             if training.accelerated is not None:
                 training.accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
@@ -242,6 +242,10 @@ class Session:
     def _forget_change(self) -> None:
         if self._training.parallelism is not None:
             self._training.parallelism.forget()
+
+    def note_gathered_by_hand(self) -> None:
+        """Tell that the loop gathers gradients by itself, as it was seen to do first."""
+        self._training.members.tell_how()
 
     def log(self, values: Mapping[str, object]) -> None:
         """Count numbers of the script's: with the step under way, or between two steps at once."""

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,12 +19,13 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.arguments import without_outer
-from elastic_ext.agent.members import Drain, Drains, LiveChange, drained_node
+from elastic_ext.agent.members import Drain, Drains, LiveChange, drained_node, members_requests
 from elastic_ext.cli import main
 from elastic_ext.members.decision import ChangeRow
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import is_alive
+from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord, member_file
 from tests.support.member_nodes import (
     Job,
@@ -36,7 +37,12 @@ from tests.support.member_nodes import (
     told,
     wait_for_kind,
 )
-from tests.support.nodes import nodes, until
+from tests.support.nodes import Node, nodes, until
+
+
+def record_in(node: Node, seat: int) -> MemberRecord:
+    """What the worker in a seat says of itself as a member."""
+    return MemberRecord.from_json(member_file(node.run_dir, seat).read_text())
 
 
 @pytest.fixture
@@ -112,6 +118,19 @@ def test_who_joins_and_dies_before_it_is_ready_is_dropped_and_nobody_notices(job
             end(job, first, third)
         assert first.kinds().count("workers-started") == 1
         assert [each["details"]["plan"] for each in told(first, "membership")] == [1, 3], "of 2 no worker has heard"
+
+
+@pytest.mark.slow
+def test_who_joins_beside_one_that_dies_joins(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        with nodes(job.node(1), job.node(2, script=("-m", "no_such_module"))) as (second, third):
+            assert third.end() == 1
+            after = job.wait_for(2)
+            assert before.keys() < after.keys()
+            wait_for_kind(second, "membership-in-force")
+            end(job, first, second)
+        assert first.kinds().count("workers-started") == second.kinds().count("workers-started") == 1
 
 
 @pytest.mark.slow
@@ -224,6 +243,35 @@ def test_where_no_boundary_comes_in_time_all_workers_are_started_anew(job: Job) 
 
 
 @pytest.mark.slow
+def test_a_node_leaves_in_time_also_where_its_workers_come_to_no_plan_that_they_have_agreed_on(job: Job) -> None:
+    job.say("agreed")
+    with job.started("--shutdown-timeout=6") as first, nodes(job.node(1, "--shutdown-timeout=6")) as (second,):
+        until(lambda: record_in(first, 0).agreed == 2 or None, what="the workers agree")
+        first.send(signal.SIGTERM)
+        wait_for_kind(first, "leaving")
+        assert first.end() == 143
+        job.wait_for(1, of=second)
+        end(job, second)
+
+
+def test_a_node_that_has_just_joined_leaves_live_also_before_all_others_have_said_so(job: Job) -> None:
+    with job.started() as first:
+        before = job.wait_for(1, version=1)
+        job.say("quiet")
+        with nodes(job.node(1)) as (second,):
+            job.wait_for(2, version=2)
+            second.send(signal.SIGTERM)
+            since = time.monotonic()
+            until(lambda: time.monotonic() > since + 1.5 or None)
+            (job.folder / "quiet").unlink()
+            assert second.end() == 143
+            assert "the workers of this node have left those of others" in second.text
+        assert job.wait_for(1, version=3).keys() == before.keys()
+        end(job, first)
+        assert first.kinds().count("workers-started") == 1
+
+
+@pytest.mark.slow
 def test_a_worker_that_fails_while_members_change_is_a_failure_as_ever(job: Job) -> None:
     job.say("hold")
     with job.started("--max-restarts=1") as first, nodes(job.node(1, "--max-restarts=1")) as (second,):
@@ -259,7 +307,9 @@ def test_a_node_waits_to_join_as_long_as_it_would_need_a_restart_where_members_c
 
 
 @pytest.mark.parametrize("by", ["the workers", "--members"])
-def test_where_members_change_by_a_restart_it_is_said_why(job: Job, by: str) -> None:
+def test_where_members_change_by_a_restart_it_is_said_why(
+    job: Job, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
     if by == "the workers":
         job.say("why", "the dataset is an IterableDataset")
     options = () if by == "the workers" else ("--members=restart",)
@@ -268,6 +318,9 @@ def test_where_members_change_by_a_restart_it_is_said_why(job: Job, by: str) -> 
         (planned,) = told(first, "members-planned")
         why = "the dataset is an IterableDataset (rank 0 on" if by == "the workers" else "--members=restart asks"
         assert why in planned["text"] and planned["details"]["mode"] == "restart"
+        wait_for_kind(first, "members")
+        assert main(["members", "--run-dir", str(first.run_dir)]) == 0
+        assert f"members change by a restart of all workers: {why}" in capsys.readouterr().out
         assert sorted(row[3] for row in after.values()) == [0, 1] and plan_of(second).mode == "restart"
         end(job, first, second)
 
@@ -324,6 +377,65 @@ def test_a_refusal_names_the_nodes_for_the_sake_of_whose_workers_it_is(
     record = replace(RECORD, agreed=4, refused=4, why_refused="it is another model", refused_seats=seats)
     end = change_of(tmp_path, record).end
     assert end is not None and (end.kind, end.why, end.refused) == ("refused", "it is another model", nodes)
+
+
+def changes_of(folder: Path, joined: Sequence[str]) -> dict[str, LiveChange]:
+    """The change by which these nodes join a and b, on each of the nodes; their workers have said nothing so far."""
+    names = ["a", "b", *joined]
+    shares = [NodeShare(node_id=name, host="one", first_rank=at, num_workers=1) for at, name in enumerate(names)]
+    plan = MembershipPlan(version=4, nodes=tuple(shares), reason="they join", time=1.0, mode="live")
+    boards = HashStore()
+    found = {}
+    for place, name in enumerate(names):
+        (folder / name).mkdir()
+        found[name] = LiveChange(
+            plan,
+            joined=joined,
+            node_id=name,
+            board=RoundBoard(boards, place=place, num_nodes=len(names)),
+            run_dir=folder / name,
+            limit_seconds=60.0,
+            on_ready=lambda: None,
+        )
+    return found
+
+
+def get_ready(folder: Path, name: str, seat: int) -> None:
+    """Have the worker of a node say that it is ready to join."""
+    member_file(folder / name, seat).write_text(replace(RECORD, seat=seat, ready=4).to_json())
+
+
+def test_a_joiner_that_is_lost_between_the_looks_of_two_agents_has_both_tell_their_workers(tmp_path: Path) -> None:
+    a, b, c = changes_of(tmp_path, ["c"]).values()
+    assert [each.look() for each in (a, b, c)] == [None, None, None]
+    get_ready(tmp_path, "c", 2)
+    c.look()
+    a.look()
+    assert a.is_told and not b.is_told
+    c.tell_failed("rank 0 exited with status 1")
+    assert a.look() is None and b.look() is None
+    assert b.is_told, "else ranks of the one wait for the plan of the other"
+
+
+def test_a_joiner_beside_one_that_fails_is_not_at_fault_and_waits_until_all_meet_again(tmp_path: Path) -> None:
+    a, _, c, d = changes_of(tmp_path, ["c", "d"]).values()
+    get_ready(tmp_path, "c", 2)
+    c.look()
+    d.look()
+    d.tell_failed("rank 0 exited with status 1")
+    assert c.look() is None
+    end = a.look()
+    assert end is not None and end.kind == "failed" and not a.is_told
+
+
+def test_a_joiner_that_fails_before_it_is_ready_has_nobody_tell_workers(tmp_path: Path) -> None:
+    a, b, c = changes_of(tmp_path, ["c"]).values()
+    c.look()
+    c.tell_failed("rank 0 exited with status 1")
+    ends = [each.look() for each in (a, b)]
+    assert [(end.kind, end.why) for end in ends if end is not None] == [
+        ("failed", "c: rank 0 exited with status 1")
+    ] * 2
 
 
 # ---- requests over the control socket ----
@@ -468,3 +580,71 @@ def test_a_training_under_ddp_goes_on_in_its_processes_as_a_node_joins_and_leave
 
 def test_what_a_worker_is_told_does_not_reach_an_agent_that_it_starts() -> None:
     assert without_outer({"ELASTIC_EXT_JOINS": "3", "HOME": "/"}) == {"HOME": "/"}
+
+
+def nodes_of(*names: str) -> MembershipPlan:
+    """A plan with a worker on each of these nodes."""
+    shares = [NodeShare(node_id=name, host=name, first_rank=rank, num_workers=1) for rank, name in enumerate(names)]
+    return MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "min_nodes", "why"),
+    [
+        ("ab", 1, "node b is the only one of the job once a has left"),
+        ("abc", 2, r"the job has 2 nodes once a has left and needs 2 \(--nnodes\)"),
+    ],
+)
+def test_a_second_request_is_refused_that_would_leave_too_few_nodes_together_with_the_first(
+    tmp_path: Path, names: str, min_nodes: int, why: str
+) -> None:
+    (tmp_path / MEMBERSHIP_FILE).write_text(nodes_of(*names).to_json())
+    drains = Drains()
+    drain = members_requests(tmp_path, drains, min_nodes=min_nodes)["members-drain"]
+    assert drain({"node": "a"}) == {"node": "a"}
+    with pytest.raises(ValueError, match=why):
+        drain({"node": "b"})
+    drains.tell(RoundBoard(HashStore(), place=0, num_nodes=2), nodes_of(*names))
+    with pytest.raises(ValueError, match=why):
+        drain({"node": "b"})
+    assert drain({"node": "a"}) == {"node": "a"} and drain({"node": "b", "after_join": True}) == {"node": "b"}
+
+
+@pytest.mark.parametrize(
+    ("names", "min_nodes", "gone", "leave"),
+    [
+        ("ab", 1, "", "a"),
+        ("abc", 2, "", "a"),
+        ("abc", 1, "", "ab"),
+        ("abc", 2, "b", ""),
+        ("abc", 0, "", "ab"),
+    ],
+)
+def test_of_nodes_that_different_agents_were_asked_to_have_leave_the_first_do_as_long_as_enough_stay(
+    names: str, min_nodes: int, gone: str, leave: str
+) -> None:
+    store, plan = HashStore(), nodes_of(*names)
+    agents = {name: (Drains(), RoundBoard(store, place=at, num_nodes=len(names))) for at, name in enumerate(names)}
+    for name, (drains, board) in agents.items():
+        drains.add(Drain(node=name))
+        drains.tell(board, plan)
+    may = [
+        name
+        for name, (drains, board) in agents.items()
+        if name not in gone and drains.are_enough_without(name, board, plan, min_nodes=min_nodes, gone=gone)
+    ]
+    assert "".join(may) == leave
+
+
+def test_a_request_is_told_on_by_the_node_that_is_to_leave_where_the_agent_that_was_asked_has_left() -> None:
+    store, plan = HashStore(), nodes_of("a", "b")
+    asked, own = (
+        (Drains(), RoundBoard(store, place=0, num_nodes=2)),
+        (Drains(), RoundBoard(store, place=1, num_nodes=2)),
+    )
+    asked[0].add(Drain(node="b", after_join=True))
+    asked[0].tell(asked[1], plan)
+    assert own[0].of("b", own[1]) is not None
+    later = RoundBoard(HashStore(), place=0, num_nodes=1)
+    own[0].tell(later, nodes_of("b"))
+    assert own[0].of("b", later) == Drain(node="b", after_join=True)

@@ -84,6 +84,17 @@ def test_before_training_begins_it_is_not_known_how_members_can_change(
     assert "these do not say that they can go on" in capsys.readouterr().out
 
 
+def test_where_an_agent_asks_for_a_restart_it_does_not_matter_that_workers_could_go_on() -> None:
+    events = [
+        event("members", "nodes join and leave while workers go on", 2.0),
+        event("members", "nodes join and leave by a restart of all workers: --members=restart asks for that on a", 3.0),
+    ]
+    view = view_of(PLAN, [record(0), record(1)], events)
+    assert view.is_live is False
+    assert "members change by a restart of all workers: --members=restart asks for that on a" in members_in_words(view)
+    assert view_of(PLAN, [record(0), record(1)], events[:1]).is_live is True
+
+
 def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:
     joining = record(5, version=0, ready=4)
     view = members_by(PLAN, [record(0), joining], [PLANNED])

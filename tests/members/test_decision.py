@@ -242,6 +242,7 @@ NEXT = settle([stays("a"), stays("b"), joins("c")], max_restarts=0, store=STORE)
         ("a=waiting b=waiting c=warming", "warming", "of the nodes that join 0 of 1 are ready"),
         ("a=waiting c=ready", "ready", ""),
         ("a=waiting b=applied c=ready", "ready", ""),
+        ("a=waiting b=waiting c=lost", "ready", ""),
         ("a=applied b=applied c=applied", "applied", ""),
         ("a=applied b=applied", "warming", "of the nodes that join 0 of 1 are ready"),
         ("a=waiting c=failed", "failed", "c: why of c"),

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
+from elastic_ext.errors import CheckpointError
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.members.regroup import Generation
 from elastic_ext.members.store import prefix_of
@@ -39,6 +41,7 @@ from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.run_dir import GivenSeat
 from elastic_ext.training.steps.state import StepPhase
+from tests.support.file_operations import FileOperations
 from tests.support.resharding import Net, all_of_it, by_blocks
 from tests.support.training import bits_of, trainer_of
 
@@ -77,9 +80,10 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 class Plain(Net):
     """A net whose buffers are the same on all ranks, whatever each of them sees."""
 
-    def __init__(self, num_blocks: int, *, draws: bool) -> None:
+    def __init__(self, num_blocks: int, *, draws: bool, normalizes: bool) -> None:
         super().__init__(num_blocks=num_blocks)
-        self.batch_norm = nn.Identity()  # type: ignore[assignment]
+        if not normalizes:
+            self.batch_norm = nn.Identity()  # type: ignore[assignment]
         for block in self.blocks if not draws else ():
             block.dropout = nn.Identity()
 
@@ -123,8 +127,8 @@ class Job:
     """Whether a worker looks at its plan by itself where it has waited for a file."""
     way: Literal["with", "run", "batches", "ahead"] = "with"
     """How the loop takes steps."""
-    wraps: Literal["", "ddp", "fully_shard"] = ""
-    """How the script wraps the model by itself; empty where the trainer's plan does."""
+    wraps: Literal["", "ddp", "fully_shard", "blocks"] = ""
+    """How the script wraps the model, or its blocks alone, by itself; empty where the trainer's plan does."""
     is_bare: bool = False
     """Whether a worker that is alone in its world has no process group."""
     num_workers: int = 0
@@ -146,6 +150,18 @@ class Job:
     """How long a sampler of an evaluation lives: all through, until ``on_members`` makes another, or one evaluation."""
     num_evaluated: int = 24
     """Samples of an evaluation."""
+    writes_rates: Literal["", "always", "as others join"] = ""
+    """From when on the loop writes its rates, without a schedule, from one that grows with a worker's first world."""
+    leaves_traces: bool = False
+    """Whether a pass changes what is no parameter: a batch norm's statistics, random states, a registered tensor."""
+    keeps_function: bool = False
+    """Whether the schedule keeps a function among what it would save, as no checkpoint can."""
+    gathers: int = 0
+    """Over how many micro-batches the loop gathers gradients by itself; 0 where the trainer does."""
+    fails_to_save: int | None = None
+    """The step after which the first checkpoint that is saved fails on the worker in seat 1."""
+    goes_on: Literal["", "with the step", "with the epoch"] = ""
+    """With what the loop goes on where a checkpoint was not saved."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -379,7 +395,7 @@ class Training:
     def __init__(self, seat: int, job: Job) -> None:
         self.seat, self.job = seat, job
         self.rows: list[Row] = []
-        self.num_undone = 0
+        self.num_undone = self.num_passes = 0
         self.changes: list[tuple[int, int, int, int]] = []
         self.held: list[dict[str, int]] = []
         self.newest: list[int | None] = []
@@ -389,7 +405,8 @@ class Training:
         self.evaluation: Any = self._evaluation() if job.evaluates in ("kept", "told") else None
         self.last_step = job.last_step
         torch.manual_seed(0)
-        self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=job.draws)
+        draws = job.draws or job.leaves_traces
+        self.model: nn.Module = Plain(job.num_blocks.get(seat, 2), draws=draws, normalizes=job.leaves_traces)
         for block in self.model.blocks if job.compiles else ():
             block.compile(backend="aot_eager")
         self.loader = ElasticDataLoader(
@@ -408,8 +425,15 @@ class Training:
             self.model = DistributedDataParallel(self.model)
         elif job.wraps == "fully_shard":
             by_blocks()(self.model)
+        for block in self.model.blocks if job.wraps == "blocks" else ():
+            fully_shard(block)
         self.trainer = trainer_of(
-            job.folder, self.model, self.loader, rank=seat, global_batch_size=job.batch, **options
+            job.folder,
+            self.model,
+            self.loader,
+            rank=seat,
+            global_batch_size=None if job.gathers else job.batch,
+            **options,
         )
         self.trainer.on_members(self._note)
         self.trainer.on_change("user", self._apply)
@@ -422,13 +446,24 @@ class Training:
         self.own = torch.full((40_000,), float(seat) if job.keeps_own else 0.0)
         if job.keeps_own:
             self.trainer.register_state("own", {"own": self.own})
+        self.counted = torch.zeros(())
+        if job.leaves_traces:
+            self.trainer.register_state("counted", {"counted": self.counted})
         if seat in job.signals:
             _end_once_formed(job.signals[seat])
         self.trainer.register_state("best", self.best)
         self.inner = inner
         trained = [part for part in self.model.parameters() if part.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        self.optimizer, self.schedule = self.trainer.prepare(optimizer, StepLR(optimizer, step_size=5, gamma=0.5))
+        self.schedule: Any = None
+        if job.writes_rates:
+            optimizer = torch.optim.AdamW(trained, lr=1e-2 * int(os.environ["WORLD_SIZE"]))
+            self.optimizer = self.trainer.prepare(optimizer)
+        else:
+            optimizer = torch.optim.AdamW(trained, lr=1e-2)
+            schedule = StepLR(optimizer, step_size=5, gamma=0.5)
+            if job.keeps_function:
+                schedule.function = abs  # type: ignore[attr-defined]
+            self.optimizer, self.schedule = self.trainer.prepare(optimizer, schedule)
         self.ids = [id(part) for part in self.model.parameters()]
         self.trainer._training.members.answer_seconds = job.answer_seconds
         self.trainer._training.members.form_seconds = job.form_seconds
@@ -476,11 +511,29 @@ class Training:
             self._take_ahead()
             return
         for epoch in range(self.trainer.start_epoch, self.job.num_epochs):
-            with self.trainer.epoch(epoch):
+            with self._epoch(epoch):
                 for data, numbers in self.loader:
-                    self.take(data, numbers)
+                    try:
+                        self.take(data, numbers)
+                    except CheckpointError:
+                        if self.job.goes_on != "with the step":
+                            raise
                     if self.trainer.global_step >= self.last_step and self.trainer.sync_gradients:
                         return
+
+    @contextlib.contextmanager
+    def _epoch(self, number: int) -> Iterator[None]:
+        epoch = self.trainer.epoch(number)
+        try:
+            epoch.__enter__()
+        except CheckpointError:
+            if self.job.goes_on != "with the epoch":
+                raise
+            epoch = self.trainer.epoch(number)
+            epoch.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.push(epoch)
+            yield
 
     def take(self, data: torch.Tensor, numbers: torch.Tensor) -> None:
         step = self.trainer.global_step
@@ -490,7 +543,8 @@ class Training:
             with self.trainer.step():
                 self._pass(step, data, numbers)
         if self.trainer.sync_gradients and self.trainer.global_step > step:
-            self.schedule.step()
+            if self.schedule is not None:
+                self.schedule.step()
             for name, part in self.model.named_parameters() if self.job.keeps_mean else ():
                 self.mean[name].lerp_(part.detach(), 0.1)
             if self.job.saves_at_end and self.trainer.global_step == self.job.last_step:
@@ -532,10 +586,19 @@ class Training:
             self.rows.append((step, self.trainer.data_parallel_size, tuple(numbers.tolist())))
         loss = functional.mse_loss(self.model(data), data)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        writes = self.job.writes_rates
+        if writes == "always" or (writes and self.trainer.data_parallel_size > len(self.job.first)):
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9
+        self.num_passes += 1
+        self.counted += 1
+        if self.job.gathers == 0 or self.num_passes % self.job.gathers == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def _hold(self, step: int) -> None:
+        if self.job.fails_to_save == step and self.seat == 1:
+            FileOperations(self.job.folder / "saved", "full", 0, like="os.writev")
         config = self.job.configs.get(step)
         if config is not None:
             write_whole(self.job.run_dir(self.seat) / "config.json", json.dumps(config).encode(), durable=False)
@@ -564,9 +627,11 @@ class Training:
             "counts": {name: state[name] for name in ("global_step", "epoch", "reference_batch")},
             "config": state["config"],
             "rates": rates,
-            "schedule": self.schedule.state_dict(),
+            "effective": self.optimizer.effective_rates,
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "position": self.loader.state_dict(),
             "own": self.own,
+            "counted": self.counted,
             "mean": {
                 name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in self.mean.items()
             },

@@ -14,6 +14,8 @@ What they do besides is said by files in FOLDER, each with a sentence in it:
     refuse   the ranks refuse every plan
     unlike   the ranks refuse every plan by which somebody joins, for the sake of those
     deaf     they come to none
+    agreed   they come to none either, and say that they have agreed on it, as where an evaluation goes on
+    quiet    a worker that stays does not say that it has come to a plan, as long as the file is there
     die      a worker that joins ends before it is ready
     hold     it is not ready as long as the file is there
     end      all end well
@@ -123,13 +125,20 @@ class Worker:
         )
         steps = torch.tensor([self.step])
         dist.broadcast(steps, 0)
+        is_quiet = self.record.version > 0 and self.told("quiet") is not None
         self.step, self.plan = int(steps), plan
-        self.say(version=plan.version)
+        if not is_quiet:
+            self.say(version=plan.version)
 
     def take_step(self) -> bool:
         """Take a step, and come to another plan after it; whether all are to end."""
         held = self.held()
         is_live = held.mode == "live" and self.told("deaf") is None
+        if is_live and self.told("agreed") is not None and held.version > self.plan.version:
+            self.say(agreed=held.version)
+            is_live = False
+        if self.record.version < self.plan.version and self.told("quiet") is None:
+            self.say(version=self.plan.version)
         newest = held.version if is_live and held.version > self.record.refused else self.plan.version
         versions = torch.tensor([newest, -newest, 0 if self.told("end") is None else -1])
         dist.all_reduce(versions, dist.ReduceOp.MIN)

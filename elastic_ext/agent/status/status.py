@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from elastic_ext.agent.members import why_restart_told
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.profile.breakdown import RankView, breakdown_of
 from elastic_ext.profile.reader import NodeProfiles, WindowsByRank, present_windows, rounds_of, view_of
@@ -383,8 +384,9 @@ def status_of(files: RunFiles) -> NodeStatus:
 
 
 def _members_in_words(files: RunFiles) -> list[str]:
-    """Why all workers are started anew as nodes join and leave, where one of them says so."""
-    whys = [each.why_restart for each in files.members if each.why_restart]
+    """Why all workers are started anew as nodes join and leave, where one of them says so, or the agent."""
+    told = why_restart_told([each for each in files.events if files.agent is None or each.time >= files.agent.time])
+    whys = [told] if told else [each.why_restart for each in files.members if each.why_restart]
     return [f"as nodes join or leave, all workers are started anew: {whys[0]}"] if whys else []
 
 

@@ -532,7 +532,8 @@ class TrainingState:
         contents = self.collect()
         plain = (f"{_PLAIN}/", f"{EXTRA_STATES}/")
         tensors = {each.name: _told(local_of(each.tensor)) for each in contents.extra if each.name.startswith(plain)}
-        return {**contents.state, "tensors": tensors}
+        rates = [optimizer.rates.start() for optimizer in self._parts.optimizers]
+        return {**contents.state, "tensors": tensors, "rates": rates}
 
     def join(self, told: Mapping[str, Any]) -> None:
         """Have the optimizers' groups, schedules, scaler, extra states of modules and counts of the ranks joined."""
@@ -540,8 +541,8 @@ class TrainingState:
         optimizers = [optimizer.inner for optimizer in parts.optimizers]
         parameters = held_of_model(self.model).parameters
         load: Callable[[], object] = partial(put_groups, optimizers, parameters, told[GROUPS])
-        for optimizer in parts.optimizers:
-            load = partial(optimizer.rates.load, load)
+        for optimizer, rates in zip(parts.optimizers, told["rates"], strict=True):
+            load = partial(optimizer.rates.load, load, start=rates)
         load()
         for scheduler, packed in zip(parts.schedulers, told["schedulers"], strict=True):
             scheduler.load_state_dict(unpack(packed["state"], tensors))

@@ -139,13 +139,13 @@ class Sharing:
         """A number that grows with every collective of this rank; the same on all ranks that have come equally far."""
         return gradients.num_exchanges(self.groups + self._spread_groups)
 
-    def left_out(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters whose gradients nothing averages over the ranks.
+    def left_out(self, parameters: Iterable[torch.Tensor], *, as_others_join: bool = False) -> list[torch.Tensor]:
+        """The parameters whose gradients nothing averages over the ranks; with ``as_others_join`` over those to come.
 
         A parameter of a wrapped module that is not averaged was left out by the user on purpose, and is not given; nor
         is one outside of wrapped modules that has hooks.
         """
-        if self.num_ranks == 1:
+        if self.num_ranks == 1 and not (as_others_join and self.wrapped):
             return []
         wrapped = {id(part) for module in self.wrapped for part in module.parameters()}
         own = {_members(group) for group in self.groups}

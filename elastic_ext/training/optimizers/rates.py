@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -113,6 +113,16 @@ class Rates:
         return _RATE_BY_HAND in group and "initial_lr" not in group
 
     @property
+    def given_by_hand(self) -> float | None:
+        """The script's rate, which the rates that the loop writes start from; None where they do not."""
+        return self._given_rate if self.are_by_hand and self._groups[0][_RATE_BY_HAND] is None else None
+
+    @property
+    def given(self) -> float:
+        """The first group's rate as the script gave it; 0 for an optimizer without rates."""
+        return self._given_rate
+
+    @property
     def effect(self) -> str:
         """What the config's rate, set last, makes of the rates that a schedule or the loop writes, in words.
 
@@ -192,8 +202,16 @@ class Rates:
         if decay is not None:
             self.set_decay(decay)
 
-    def load(self, load: Callable[[], object]) -> None:
-        """Call ``load``, which loads an optimizer's state; a rate and a decay of the config replace those loaded."""
+    def start(self) -> dict[str, Any]:
+        """What rates start from besides what the groups hold, as JSON for a rank that joins."""
+        return {"given": self._given_rate, "rate": self._rate, "is_fresh": self._is_fresh}
+
+    def load(self, load: Callable[[], object], *, start: Mapping[str, Any] | None = None) -> None:
+        """Call ``load``, which loads an optimizer's state; a rate and a decay of the config replace those loaded.
+
+        ``start`` is what ``start()`` gave on a rank that this one joins: the script may give another rate there, which
+        grows with the number of ranks.
+        """
         groups = self._groups
         bases = [group.get("initial_lr") for group in groups]
         by_hand = [{key: group.pop(key) for key in (_RATE_BY_HAND, _DECAY_BY_HAND) if key in group} for group in groups]
@@ -209,7 +227,11 @@ class Rates:
         for group, base in zip(self._groups, bases, strict=True):
             if base is not None:  # what was saved without a schedule has none
                 group.setdefault("initial_lr", base)
+        if start is not None:
+            self._given_rate, self._rate = start["given"], start["rate"]
         self._take_base(bases[0])
+        if start is not None:
+            self._is_fresh = start["is_fresh"]
         self._put_config()
 
     @contextmanager

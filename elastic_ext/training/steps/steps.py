@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["HeartbeatSteps", "Steps"]
 
 _logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 # --- one micro-step after another, until a step commits; or is rolled back, and never happened -----------------------
@@ -123,6 +124,7 @@ class Steps:
         self._shares_always = training.options.sync_every_micro_step
         self._counts = training.counts
         self._logged = training.logged
+        self._on_gathered_by_hand = training.session.note_gathered_by_hand
         self._pass_boundary = training.session.pass_boundary
         if training.recorder is not None:
             self._pass_boundary = training.recorder.around_boundary(self._pass_boundary)
@@ -136,6 +138,7 @@ class Steps:
         self._num_exchanges = 0  # when the step began
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._next_look = 0  # the number of a step
+        self._puts_back = False  # once the micro-step under way is left, which was taken back as it was entered
         self._to_do_first: Callable[[], None] | None = None
         self._to_change: Callable[[], bool] | None = None  # the members, after that
         gradients.sharing.share(now=True)  # whatever an earlier trainer left there
@@ -241,6 +244,8 @@ class Steps:
             self._checks.begin_micro_step()
         if takes_back:
             self.rollback()
+            self._kept.take()  # what the loop does until it leaves is to leave no trace
+            self._puts_back = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -254,7 +259,7 @@ class Steps:
         state = self._state
         if state.phase is StepPhase.UNDONE:
             self._gradients.drop()  # of passes that were made since it was taken back
-            state.move(StepEvent.LEAVE_UNDONE)
+            self._leave_undone()
             return
         if self.torn is not None:  # and the loop has gone on after it was told so
             raise self.torn
@@ -310,7 +315,7 @@ class Steps:
         """Handle an exception that leaves a micro-step: roll the step back, or see that it is torn or has committed."""
         state = self._state
         if state.phase is StepPhase.UNDONE:
-            state.move(StepEvent.LEAVE_UNDONE)
+            self._leave_undone()
             return
         self._raise_if_torn(error)
         self._raise_if_stuck(error)
@@ -342,6 +347,15 @@ class Steps:
                     state.move(StepEvent.LEAVE_UNDONE)
             if why is not None:
                 raise StepError(why) from error
+
+    def _leave_undone(self) -> None:
+        """Leave a micro-step whose step was taken back; of one that was so as it was entered, nothing stays."""
+        if self._puts_back:
+            self._puts_back = False
+            self._kept.restore()
+            if not self._keeps_all:
+                self._kept.let_go()
+        self._state.move(StepEvent.LEAVE_UNDONE)
 
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary."""
@@ -471,10 +485,11 @@ class Steps:
         is_first, takes_back = self.has_not_begun, False
         self.pass_owed_boundary()
         if self._to_do_first is not None:
-            self._do_first(self._to_do_first)
+            act, self._to_do_first = self._to_do_first, None
+            self._do_first(act)
         if self._to_change is not None:
             change, self._to_change = self._to_change, None
-            takes_back = change()
+            takes_back = self._do_first(change)
         if self._to_meet is not None or self._gradients.awaited:
             self.catch_up()
         if self._gradients.before_step is not None:
@@ -573,10 +588,9 @@ class Steps:
             if optimizer.may_have_left_gradients:
                 optimizer.keep_left_gradients()
 
-    def _do_first(self, act: Callable[[], None]) -> None:
-        self._to_do_first = None
+    def _do_first(self, act: Callable[[], _Result]) -> _Result:
         try:
-            act()
+            return act()
         except BaseException:
             self._batches.rollback(1)  # what was handed out for this step is not taken
             raise
@@ -617,8 +631,9 @@ class Steps:
                 self._logged.count()
             if state.keeps_batch:
                 self._gradients.drop()
-            elif state.num_stepped == 0:
+            elif state.num_stepped == 0 and not self._batches.is_gathered_by_hand:
                 self._batches.is_gathered_by_hand = True
+                self._on_gathered_by_hand()
             if self._tells_of_infinities and self._follower.ranks.rank == 0:
                 self._tell_of_infinities()
         if self._checks.is_looking:

@@ -499,6 +499,18 @@ def test_records_from_before_this_agent_count_for_nothing() -> None:
     assert status.ranks == () and status.state == "running" and status.troubles == ()
 
 
+def test_where_the_agent_has_members_change_by_a_restart_it_is_said() -> None:
+    plan = replace(PLAN, nodes=(*PLAN.nodes, NodeShare(node_id="n9", host="other", first_rank=9, num_workers=1)))
+    how = "nodes join and leave by a restart of all workers: --members=restart asks for that"
+    told = EventSeen(time=NOW - 9, source="agent", kind="members", text=how)
+    files = replace(WITH_AGENT, membership=plan, events=(told,))
+    note = "as nodes join or leave, all workers are started anew: --members=restart asks for that"
+    assert note in status_of(files).notes
+    assert note not in status_of(replace(files, events=(replace(told, time=NOW - 5000),))).notes, (
+        "of an agent before it"
+    )
+
+
 def test_a_job_that_runs_without_an_agent_where_one_has_ended_is_told_of_without_it() -> None:
     done = replace(WORKERS, time=NOW - 500, workers=(worker(0, state="succeeded", pid=7),))
     status = status_of(replace(WITH_AGENT, is_agent_running=False, workers=done))
