@@ -164,6 +164,8 @@ class TrainingMembers:
         self._pending: _Pending | None = None
         self._on_world = on_world
         self._samplers = SamplersOfBefore()
+        self._world_before: World | None = None  # of a change since which samplers were not looked at
+        self._changed_at = 0  # the step
 
     # ---- from the start to the end ----
 
@@ -196,13 +198,16 @@ class TrainingMembers:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a plan is to be decided on at this boundary, or at one of the next; the same on all ranks."""
-        return self._wanted > 0
+        """Whether there is something to do at this boundary, or at one of the next: of a plan, on all ranks alike."""
+        return self._wanted > 0 or self._world_before is not None
 
     # ---- at a boundary ----
 
     def pass_boundary(self, version: int) -> None:
         """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
+        if self._world_before is not None:  # the first step among other ranks has ended, and did not wait for this
+            before, self._world_before = self._world_before, None
+            self._tell_of_samplers(before)
         if version > max(self.version, self._refused):
             self._wanted, self._wanted_since = version, time.monotonic()
         if self._wanted and self._pending is None and not self._follower.agreement.leaving:
@@ -428,7 +433,7 @@ class TrainingMembers:
             self._leave(pending)
         self._settle(pending, told=None)
         self._tell_changed(pending, cost, began)
-        self._tell_of_samplers(before)
+        self._world_before = before if ranks.world.is_first_here else None
         return True
 
     def _stay(self, pending: _Pending, why: str, *, seats: Sequence[int] = ()) -> None:
@@ -459,7 +464,7 @@ class TrainingMembers:
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.version, self._wanted = pending.plan.version, 0
+        self.version, self._wanted, self._changed_at = pending.plan.version, 0, self._follower.step
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
         self._on_world(ranks.world)
@@ -564,13 +569,11 @@ class TrainingMembers:
             error = caught
         follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
 
-    def _tell_of_samplers(self, before: World, *, has_joined: bool = False) -> None:
+    def _tell_of_samplers(self, before: World) -> None:
         """Warn of samplers of the script that are of the world ``before``: on who joins, and on one rank a machine."""
         training, world = self._training, self._follower.ranks.world
-        if not (has_joined or world.is_first_here):
-            return
         own = getattr(training.batches.loader, "sampler", None)
-        since = f"since membership {self.version} at step {self._follower.step}"
+        since = f"since membership {self.version} at step {self._changed_at}"
         for text in self._samplers.look(before, world, own=own, since=since):
             training.state.remarks.say(text, text, on_any_rank=True)
 
@@ -581,6 +584,7 @@ class TrainingMembers:
         if self._watcher is None:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
+            self._samplers.find()
             pending, parallel = self._called()
         training = self._training
         began, before = time.perf_counter(), training.ranks.world
@@ -591,7 +595,7 @@ class TrainingMembers:
         self._ready = 0
         self._settle(pending, told={})
         self._tell_changed(pending, cost, began)
-        self._tell_of_samplers(before, has_joined=True)
+        self._tell_of_samplers(before)
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
 
