@@ -123,7 +123,7 @@ class Generation:
     def _form(self, store: Any, place: tuple[int, int], members: int, seconds: float) -> None:
         def form() -> None:
             hook = sys.excepthook  # torch puts one of its own around it, each time
-            destroy_groups()
+            self._ranks.end_beside(destroy_groups())
             rank, size = place
             limit = timedelta(seconds=seconds)
             dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=limit)

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,7 @@ class Ranks:
         self._timeout_seconds = timeout_seconds
         self._agents_folder = agents_folder
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
+        self._ending: list[threading.Thread] = []  # that let go of process groups
         self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
     @classmethod
@@ -117,6 +119,7 @@ class Ranks:
         ``seconds`` no collective of the new world takes longer, until ``lift_limit``. ``members`` is the version of the
         plan by which these ranks come together.
         """
+        self.wait_for_ends()
         self._let_go()
         form()
         self._join(seconds)
@@ -165,6 +168,24 @@ class Ranks:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+            groups: list[object] = [group]
+            del group
+            self.end_beside(groups)
+
+    def end_beside(self, groups: list[object]) -> None:
+        """Let go of destroyed process groups, and empty the list of them, beside what this thread does next.
+
+        Their connections close at once, which peers may wait for; torch waits some 10 ms for each of them.
+        """
+        self._ending = [each for each in self._ending if each.is_alive()]
+        self._ending.append(threading.Thread(target=groups.clear, name="elastic-ext-groups-end"))
+        self._ending[-1].start()
+
+    def wait_for_ends(self) -> None:
+        """Return once process groups that were let go of have ended."""
+        for each in self._ending:
+            each.join()
+        self._ending = []
 
     @property
     def rank(self) -> int:
@@ -277,6 +298,7 @@ class Ranks:
         board = None if self.world_size > 1 else self.board
         self.progress = lambda: "the end"
         self._let_go()
+        self.wait_for_ends()
         self.board = board
 
     def _begin(self, start: Callable[[], dist.Work | None], doing: str) -> dist.Work:

@@ -108,10 +108,13 @@ def pass_through_worlds(own: int, port: int, folder: Path) -> list[tuple[dict[st
             assert world is ranks.world
         assert ranks.progress() == "its own words" and ranks.slice_seconds == 0.25 and ranks.seat == own
         if own in workers:
-            found.append((exchanged(ranks, own), held()))
+            told = exchanged(ranks, own)
+            ranks.wait_for_ends()
+            found.append((told, held()))
         else:
             assert (ranks.rank, ranks.world_size, ranks.notices) == (0, 1, None)
             assert ranks.sum([7], "alone") == [7] and ranks.gather(b"x", "alone") == [b"x"]
+            ranks.wait_for_ends()
             found.append((None, held()))
     ranks.close()
     former.of(len(WORLDS), ())()
