@@ -25,7 +25,7 @@ from .store import GO, GROUPS, GROUPS_BEFORE, prefix_of
 __all__ = ["FORM_SECONDS", "Generation", "present_backend"]
 
 _CONNECT_SECONDS = 5.0
-_SHORT_PAUSE_SECONDS = 0.005  # where training waits, or soon goes on
+_SHORT_PAUSE_SECONDS = 0.001  # where training waits, or soon goes on
 _PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""

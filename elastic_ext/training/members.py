@@ -123,6 +123,8 @@ class _Pending:
     """The seats of the old world, in the order of ranks."""
     seconds: float
     """How long ranks took to decide; on those that join, 0."""
+    tells: bool
+    """Whether the scripts of some ranks are to be told of the change; on those that join not known before they come."""
 
     @property
     def new_rank(self) -> int | None:
@@ -185,8 +187,11 @@ class TrainingMembers:
         self._follower.agreement.held_members = self._held_version
 
     def tell_begun(self) -> None:
-        """Write this worker's record, now that it is known whether members can change while it trains."""
-        if self._watcher is not None:
+        """Write this worker's record, now that it is known whether members can change while it trains.
+
+        Who has joined has written that before it came.
+        """
+        if self._watcher is not None and not self.joins:
             self._why_restart = why_restart(self._training)
             self._write()
 
@@ -231,10 +236,16 @@ class TrainingMembers:
         except (ElasticError, ValueError) as error:
             why_not = str(error)
         mine = Answer(
-            version=plan.version, digest=digest_of(plan), why_not=why_not, why_later=why_later, registered=own
+            version=plan.version,
+            digest=digest_of(plan),
+            why_not=why_not,
+            why_later=why_later,
+            registered=own,
+            tells=bool(self._training.on_members),
         )
         rows = ranks.gather(mine.to_json().encode(), "deciding on other members")
-        decision = decide([Answer.from_json(row.decode()) for row in rows], ranks.names)
+        answers = [Answer.from_json(row.decode()) for row in rows]
+        decision = decide(answers, ranks.names)
         if decision.kind == "later":
             return
         self._wanted, self._considered = 0, None
@@ -246,9 +257,9 @@ class TrainingMembers:
             self.version = plan.version
             self._write()
         else:
-            self._agree(plan, groups, began)
+            self._agree(plan, groups, began, tells=any(answer.tells for answer in answers))
 
-    def _agree(self, plan: MembershipPlan, groups: Generation, began: float) -> None:
+    def _agree(self, plan: MembershipPlan, groups: Generation, began: float, *, tells: bool) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
         why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
@@ -267,6 +278,7 @@ class TrainingMembers:
             drawn=self._drawn(plan),
             seats=self._seats,
             seconds=time.perf_counter() - began,
+            tells=tells,
         )
         if pending.new_rank is not None:
             self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
@@ -431,7 +443,7 @@ class TrainingMembers:
             return False
         if pending.new_rank is None:
             self._leave(pending)
-        self._settle(pending, told=None)
+        pending = self._settle(pending, told=None)
         self._tell_changed(pending, cost, began)
         self._world_before = before if ranks.world.is_first_here else None
         return True
@@ -449,8 +461,11 @@ class TrainingMembers:
             worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
-    def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> None:
-        """Have all parts follow the new world, on the ranks of it; ``told`` is None on those who were there before."""
+    def _settle(self, pending: _Pending, told: Mapping[str, Any] | None) -> _Pending:
+        """Have all parts follow the new world, on the ranks of it; ``told`` is None on those who were there before.
+
+        Gives the plan with what those who join have been told of it.
+        """
         training, ranks, session = self._training, self._follower.ranks, self._training.session
         session.take_up_model()
         if pending.worlds.has_comers:
@@ -459,7 +474,7 @@ class TrainingMembers:
             error: Exception | None = None
             if told is not None:
                 try:
-                    pending = replace(pending, drawn=told_now["drawn"])
+                    pending = replace(pending, drawn=told_now["drawn"], tells=told_now["tells"])
                     self._take_over(told_now)
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
@@ -473,6 +488,7 @@ class TrainingMembers:
         training.steps.weigh_anew()
         training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
         self._write()
+        return pending
 
     def _to_tell(self, pending: _Pending) -> dict[str, Any]:
         """All that a joiner is told, tensors of model and optimizers aside."""
@@ -488,6 +504,7 @@ class TrainingMembers:
             "state": training.saved_state.tell(),
             "saving": None if training.saving is None else training.saving.tell(),
             "drawn": pending.drawn,
+            "tells": pending.tells,
         }
 
     def _take_over(self, told: Mapping[str, Any]) -> None:
@@ -567,7 +584,10 @@ class TrainingMembers:
                 function(change)
         except Exception as caught:  # of the script: all ranks are to hear of it
             error = caught
-        follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
+        if pending.tells:
+            follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
+        elif error is not None:  # of one that was given after the ranks had decided
+            raise error
 
     def _tell_of_samplers(self, before: World) -> None:
         """Warn of samplers of the script that are of the world ``before``: on who joins, and on one rank a machine."""
@@ -593,7 +613,7 @@ class TrainingMembers:
         training.guarding.let_go()
         cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         self._ready = 0
-        self._settle(pending, told={})
+        pending = self._settle(pending, told={})
         self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before)
         self._follower.agreement.held_members = self._held_version
@@ -665,7 +685,14 @@ class TrainingMembers:
         comers = [seat for seat in new if seat not in call["seats"]]
         holder = len(call["seats"]) + comers.index(self._follower.ranks.seat)
         return _Pending(
-            plan=plan, groups=groups, worlds=worlds, holder=holder, drawn=[], seats=call["seats"], seconds=0.0
+            plan=plan,
+            groups=groups,
+            worlds=worlds,
+            holder=holder,
+            drawn=[],
+            seats=call["seats"],
+            seconds=0.0,
+            tells=False,
         )
 
     # ---- what is known ----
