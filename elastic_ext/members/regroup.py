@@ -26,7 +26,7 @@ __all__ = ["FORM_SECONDS", "Generation", "present_backend"]
 
 _CONNECT_SECONDS = 5.0
 _SHORT_PAUSE_SECONDS = 0.001  # where training waits, or soon goes on
-_PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
+_PAUSE_SECONDS = 0.005  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
 _LATER_SECONDS = 10.0  # by which ranks may fail after the first of them, beside the time that each waits

@@ -263,7 +263,9 @@ class TrainingMembers:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
         why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
-        why, absent = json.loads(ranks.broadcast(json.dumps([why, absent]).encode(), 0, _CALLING))
+        keeps_own = plan.world_size == ranks.world_size
+        drawn = [self._training.saved_state.drawn()] if ranks.rank == 0 and not keeps_own else []
+        why, absent, drawn = json.loads(ranks.broadcast(json.dumps([why, absent, drawn]).encode(), 0, _CALLING))
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
@@ -275,7 +277,7 @@ class TrainingMembers:
             groups=groups,
             worlds=worlds,
             holder=ranks.rank,
-            drawn=self._drawn(plan),
+            drawn=self._drawn(plan) if keeps_own else drawn,
             seats=self._seats,
             seconds=time.perf_counter() - began,
             tells=tells,
@@ -605,10 +607,9 @@ class TrainingMembers:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
             self._samplers.find()
-            pending, parallel = self._called()
+            pending, change = self._called()
         training = self._training
         began, before = time.perf_counter(), training.ranks.world
-        change = self._prepared(pending.worlds, pending.holder, parallel)
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
         cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
@@ -619,8 +620,11 @@ class TrainingMembers:
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
 
-    def _called(self) -> tuple[_Pending, ParallelPlan]:
-        """Wait until the ranks that train call this worker, answer, and wait until they tell it to go."""
+    def _called(self) -> tuple[_Pending, Change]:
+        """Wait until the ranks that train call this worker, answer, and wait until they tell it to go.
+
+        Gives the change that it makes then.
+        """
         after = 0
         while True:
             plan = self._plan_to_join(after)
@@ -634,19 +638,19 @@ class TrainingMembers:
             call = self._awaited(groups.board, CALL, plan)
             if call is None:
                 continue
-            why, pending, parallel = "", None, None
+            why, pending, change = "", None, None
             try:
                 why = differences(facts_of(self._training), call["facts"])
                 parallel = ParallelPlan(**call["plan"])
                 pending = self._pending_of(plan, groups, call)
-                self._prepared(pending.worlds, pending.holder, parallel)
+                change = self._prepared(pending.worlds, pending.holder, parallel)
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
             groups.board.post(here(ranks.seat), {"why": why})
             go = self._awaited(groups.quick_board, GO, None)  # they count on this worker now, whatever comes after
             if not go["why"]:
-                assert pending is not None and parallel is not None
-                return pending, parallel
+                assert pending is not None and change is not None
+                return pending, change
             _logger.warning("the ranks that train do without this worker in membership %d: %s", plan.version, go["why"])
             after = plan.version
 
