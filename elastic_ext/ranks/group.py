@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, GivenSeat
 from elastic_ext.torch_private.groups import set_limit, store_of_default_group
 
 from .board import Board, BoardGone
+from .deadlines import OwnedThread
 from .notices import Notices, Trouble
 from .world import PeerName, World
 
@@ -39,6 +39,7 @@ _logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
 _MOST_TRACEBACK = 20_000
+_END_SECONDS = 10.0  # of a group that is destroyed, and takes some 50 ms
 _PREFIX = "elastic_ext"
 _LENGTH_BYTES = 8
 _GATHERED_AT_ONCE, _SENT_AT_ONCE = 248, 8184  # bytes that go with their length, and take no second collective
@@ -84,7 +85,7 @@ class Ranks:
         self._timeout_seconds = timeout_seconds
         self._agents_folder = agents_folder
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
-        self._ending: list[threading.Thread] = []  # that let go of process groups
+        self._ending: list[OwnedThread] = []  # that let go of process groups
         self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
     @classmethod
@@ -178,13 +179,13 @@ class Ranks:
         Their connections close at once, which peers may wait for; torch waits some 10 ms for each of them.
         """
         self._ending = [each for each in self._ending if each.is_alive()]
-        self._ending.append(threading.Thread(target=groups.clear, name="elastic-ext-groups-end"))
+        self._ending.append(OwnedThread(groups.clear, name="elastic_ext groups end"))
         self._ending[-1].start()
 
     def wait_for_ends(self) -> None:
         """Return once process groups that were let go of have ended."""
         for each in self._ending:
-            each.join()
+            each.wait(_END_SECONDS)
         self._ending = []
 
     @property
