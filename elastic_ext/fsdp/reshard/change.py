@@ -289,8 +289,9 @@ class Change:
         outline = None
         if self._worlds.has_comers:
             outline = self._or_go_back(among, lambda: tell_outline(self._outline, device))
-        self._agree_or_go_back(among, error)  # all have come; groups of a mesh wait long for who is lost
-        error = self._caught(self._make_mesh)
+        if isinstance(self._after, Sharded):
+            self._agree_or_go_back(among, error)  # all have come; groups of a mesh wait long for who is lost
+            error = self._caught(self._make_mesh)
         if error is None and outline is not None and self.comes:
             error = self._caught(lambda: self._begin_like(outline))
         return self._complete(among, error, began, forming_seconds)
