@@ -478,6 +478,7 @@ class Training:
         if self.job.raises.get(self.seat) == "on_members":
             raise LookupError("planted in on_members")
         self.changes.append((change.version, change.step, change.rank, change.world_size))
+        self.trainer._training.ranks.wait_for_ends()
         self.held.append(held())
         self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert self.trainer._training.ranks.world.members == change.version
