@@ -189,10 +189,12 @@ class TrainingMembers:
     def tell_begun(self) -> None:
         """Write this worker's record, now that it is known whether members can change while it trains.
 
-        Who has joined has written that before it came.
+        Who has joined has written it as it came, and does so again where that has changed.
         """
-        if self._watcher is not None and not self.joins:
-            self._why_restart = why_restart(self._training)
+        if self._watcher is None:
+            return
+        before, self._why_restart = self._why_restart, why_restart(self._training)
+        if not self.joins or self._why_restart != before:
             self._write()
 
     def close(self) -> None:
