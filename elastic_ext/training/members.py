@@ -191,13 +191,12 @@ class TrainingMembers:
     def tell_how(self) -> None:
         """Write this worker's record, as it is known, or known anew, whether members can change while it trains.
 
-        Who has joined has written it before it came, and only writes what is another by now.
+        Who has joined has written it as it came, and does so again where that has changed.
         """
         if self._watcher is None:
             return
-        why = why_restart(self._training)
-        if not self.joins or why != self._why_restart:
-            self._why_restart = why
+        before, self._why_restart = self._why_restart, why_restart(self._training)
+        if not self.joins or self._why_restart != before:
             self._write()
 
     def close(self) -> None:
