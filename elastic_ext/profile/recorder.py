@@ -33,8 +33,7 @@ _PHASES = {
 }
 _BEFORE_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING, Activity.MEMBERS)
 """Activities after which steps may be unlike those before, and belong to another window."""
-_MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
-_MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted
+_COUNT_NANOSECONDS = 100_000_000  # after which a window counts the unmeasured steps that have ended
 _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
@@ -79,12 +78,9 @@ class Recorder(Heartbeat):
         self._survey_after = _SURVEY_AFTER
         self._has_begun = False
         self._is_measured = self._is_changed = self._is_over = False
-        self._stepped_at = 0  # when the last step ended, or was rolled back
-        self._num_unmeasured_left = 0  # coming steps that are not measured
+        self._rests_until = 0  # when steps are measured again, by ``perf_counter_ns``; 0 while they are
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
-        self._unmeasured_since = 0  # when the first of those steps began
-        self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long
-        self._num_long = 0  # steps in a row that took much longer
+        self._count_at = 0  # when it counts these
 
     @property
     def analyzer(self) -> Analyzer | None:
@@ -95,7 +91,7 @@ class Recorder(Heartbeat):
 
     def enter(self, micro_step: int) -> None:
         self._heartbeat.enter(micro_step)
-        if self._num_unmeasured_left:
+        if self._rests_until:
             self._probe.enter_unmeasured_micro_step()
             self._timeline.enter(Phase.STEP)
             return
@@ -116,7 +112,7 @@ class Recorder(Heartbeat):
         has_ended = num_boundaries != self._num_boundaries
         self._num_boundaries = num_boundaries
         is_rolled_back = not has_ended and micro_step == 0  # as none of its micro-steps has ended any more
-        is_measured = not self._num_unmeasured_left
+        is_measured = not self._rests_until
         if is_measured and self._surveyor is not None:
             self._surveyor.leave(has_ended=has_ended)
         if has_ended and is_measured:
@@ -125,7 +121,6 @@ class Recorder(Heartbeat):
             self._end_unmeasured_step()
         elif is_rolled_back:
             self._timeline.roll_back()
-            self._stepped_at = perf_counter_ns()
         self._timeline.enter(self._phase_between)
         if has_ended and not is_measured:
             self._timeline.end_unmeasured_step()
@@ -150,7 +145,7 @@ class Recorder(Heartbeat):
     def communicating(self) -> AbstractContextManager[None]:
         # All of an unmeasured micro-step is Phase.STEP, which is divided later as measured ones are. Communication that
         # was told apart would be counted twice.
-        return contextlib.nullcontext() if self._num_unmeasured_left else self.spending(Phase.COMMUNICATION)
+        return contextlib.nullcontext() if self._rests_until else self.spending(Phase.COMMUNICATION)
 
     def pass_step(self, step: int) -> None:
         self._heartbeat.pass_step(step)
@@ -205,7 +200,7 @@ class Recorder(Heartbeat):
         enter = self._timeline.enter
 
         def pass_it() -> None:
-            if self._num_unmeasured_left:  # a boundary that waits for other ranks says so by ``during``
+            if self._rests_until:  # a boundary that waits for other ranks says so by ``during``
                 pass_boundary()
                 return
             before = enter(Phase.AGREEMENT)
@@ -237,39 +232,34 @@ class Recorder(Heartbeat):
         """Begin the first step: the window of the startup ends."""
         self._has_begun = True
         self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
-        self._stepped_at = perf_counter_ns()
         self._close()
+        self._pace.begin_look(perf_counter_ns())
         self._probe.attach()
 
     def _end_step(self) -> None:
-        now = perf_counter_ns()
-        seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
         is_measured = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
         if self._windows.end_step(is_measured=is_measured) or self._is_changed:
             self._close()
-        self._num_unmeasured_left = self._pace.end_step(seconds)
-        if self._num_unmeasured_left:
-            if self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations from waiting
-                self._probe.detach()
-            self._num_unmeasured, self._unmeasured_since = 0, now
-            self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
+        now = perf_counter_ns()
+        self._rests_until, self._count_at = self._pace.end_step(now), now + _COUNT_NANOSECONDS
+        if self._rests_until and self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations apart
+            self._probe.detach()
 
     # Where steps are short, training waits for this one at the end of most of them.
     def _end_unmeasured_step(self) -> None:
         now = perf_counter_ns()
-        self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
-        self._stepped_at = now
         self._num_unmeasured += 1
-        self._num_unmeasured_left -= 1
-        if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
+        if now >= self._rests_until:
             self._measure_again()
-        elif self._num_unmeasured == _MOST_UNTOLD:
+        elif now >= self._count_at:
+            self._count_at = now + _COUNT_NANOSECONDS
             self._count_unmeasured()
 
     def _measure_again(self) -> None:
         """Measure steps again, from the next one that begins."""
-        if self._num_unmeasured_left or self._num_unmeasured:
-            self._num_unmeasured_left = 0
+        if self._rests_until or self._num_unmeasured:
+            self._rests_until = 0
+            self._pace.begin_look(perf_counter_ns())
             self._is_measured = False  # the step that may be under way
             self._probe.attach()
             self._count_unmeasured()
@@ -277,11 +267,8 @@ class Recorder(Heartbeat):
     def _count_unmeasured(self) -> None:
         """Count the steps that were not measured in the window."""
         num_unmeasured, self._num_unmeasured = self._num_unmeasured, 0
-        if num_unmeasured:
-            self._pace.end_unmeasured_steps(num_unmeasured, (self._stepped_at - self._unmeasured_since) * 1e-9)
-            self._unmeasured_since = self._stepped_at
-            if self._windows.end_unmeasured_steps(num_unmeasured) or self._is_changed:
-                self._close()
+        if num_unmeasured and (self._windows.end_unmeasured_steps(num_unmeasured) or self._is_changed):
+            self._close()
 
     def _close(self) -> None:
         self._is_changed = False
