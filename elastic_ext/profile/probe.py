@@ -69,6 +69,8 @@ class Probe:
         """Rows of the first tensor in each micro-step's first pass: samples, as a rule; since the probe was made."""
         self.has_seen = False
         """Whether the model was ever called in a micro-step that this probe was told of."""
+        self.is_attached = False
+        """Whether the hooks are on the model and its optimizers."""
         self.watcher: PassWatcher | None = None
         """What observes passes in the micro-steps that are measured."""
         self._enter_phase = self._own_enter_phase = enter_phase
@@ -89,8 +91,9 @@ class Probe:
 
     def attach(self) -> None:
         """Put the hooks on the model and its optimizers."""
-        if self._handles:
+        if self.is_attached:
             return
+        self.is_attached = True
         model = self._model
         if not self._hooks:
             acts = self._before_forward, self._after_forward, self._before_optimizer, self._after_optimizer
@@ -111,6 +114,7 @@ class Probe:
 
     def detach(self) -> None:
         """Take the hooks off, until ``attach`` is called again."""
+        self.is_attached = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

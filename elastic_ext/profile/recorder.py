@@ -73,6 +73,8 @@ class Recorder(Heartbeat):
         self._tells_waits = loader is None or self._loader is not None
         self._phase_in_epoch = Phase.OTHER if self._tells_waits else Phase.DATA  # between two micro-steps
         self._phase_between: Phase = self._phase_in_epoch  # or outside of epochs, where the loop is there
+        # Where all time between two micro-steps may be a wait, the tuner asks how much CPU time that has.
+        self._mark_unmeasured = timeline.enter_unmeasured if self._tells_waits else timeline.enter
         self._surveyor = surveyor
         self._num_boundaries = 0
         self._survey_after = _SURVEY_AFTER
@@ -89,11 +91,15 @@ class Recorder(Heartbeat):
 
     # ---- what a heartbeat is told ----
 
+    # Training waits for these two in each micro-step, of which few are measured.
+
     def enter(self, micro_step: int) -> None:
-        self._heartbeat.enter(micro_step)
+        if self._heartbeat.wants_micro_steps:
+            self._heartbeat.enter(micro_step)
         if self._rests_until:
-            self._probe.enter_unmeasured_micro_step()
-            self._timeline.enter(Phase.STEP)
+            if self._probe.is_attached:
+                self._probe.enter_unmeasured_micro_step()
+            self._mark_unmeasured(Phase.STEP)
             return
         if not self._has_begun:
             self._begin()
@@ -107,23 +113,22 @@ class Recorder(Heartbeat):
             self._timeline.begin_step()
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
-        self._heartbeat.leave(step, num_boundaries, micro_step)
-        self._probe.leave_micro_step()
+        if self._heartbeat.wants_micro_steps:
+            self._heartbeat.leave(step, num_boundaries, micro_step)
         has_ended = num_boundaries != self._num_boundaries
         self._num_boundaries = num_boundaries
         is_rolled_back = not has_ended and micro_step == 0  # as none of its micro-steps has ended any more
-        is_measured = not self._rests_until
-        if is_measured and self._surveyor is not None:
+        if self._rests_until:
+            self._leave_unmeasured(has_ended=has_ended, is_rolled_back=is_rolled_back)
+            return
+        self._probe.leave_micro_step()
+        if self._surveyor is not None:
             self._surveyor.leave(has_ended=has_ended)
-        if has_ended and is_measured:
+        if has_ended:
             self._end_step()
-        elif has_ended:
-            self._end_unmeasured_step()
         elif is_rolled_back:
             self._timeline.roll_back()
         self._timeline.enter(self._phase_between)
-        if has_ended and not is_measured:
-            self._timeline.end_unmeasured_step()
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -245,10 +250,18 @@ class Recorder(Heartbeat):
         if self._rests_until and self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations apart
             self._probe.detach()
 
-    # Where steps are short, training waits for this one at the end of most of them.
-    def _end_unmeasured_step(self) -> None:
-        now = perf_counter_ns()
+    def _leave_unmeasured(self, *, has_ended: bool, is_rolled_back: bool) -> None:
+        """Leave a micro-step that was not measured; training waits for this one too, in most micro-steps."""
+        if self._probe.is_attached:
+            self._probe.leave_micro_step()
+        self._mark_unmeasured(self._phase_between)
+        if is_rolled_back:
+            self._timeline.roll_back()
+        if not has_ended:
+            return
+        self._timeline.end_unmeasured_step()
         self._num_unmeasured += 1
+        now = perf_counter_ns()
         if now >= self._rests_until:
             self._measure_again()
         elif now >= self._count_at:

@@ -132,6 +132,31 @@ def test_time_is_counted_for_the_phase_that_it_was_spent_in(clock: Clock) -> Non
     assert timeline.take_spent() == spent
 
 
+def test_cpu_time_of_unmeasured_steps_is_read_seldom_and_counts_as_theirs(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(Profile(clock))
+    for _ in range(100):
+        loop.step(0.5e-3, 1e-3)
+    reads = list[int]()
+
+    def read() -> int:
+        reads.append(clock.cpu)
+        return clock.cpu
+
+    monkeypatch.setattr(timeline_room, "thread_time_ns", read)
+    before = clock.cpu
+    for _ in range(200):  # the loader, which says when it is waited for, waits for none
+        loop.recorder.enter(0)
+        clock.go(1e-3)
+        loop.num_ended += 1
+        loop.recorder.leave(loop.num_ended, loop.num_ended, 0)
+    assert 0 < len(reads) < 10
+    loop.profile.close(TrainingProgress(300, 0, 0, 0))
+    step = sum(each.processor_seconds.get("step", 0.0) for each in loop.profile.kept)
+    assert step >= (clock.cpu - before) * 1e-9 and sum(loop.profile.kept[-1].processor_seconds.values()) > 0
+
+
 def test_what_comes_to_nothing_is_counted_as_that_and_no_moment_is_lost(clock: Clock) -> None:
     timeline = Timeline(Phase.DATA)
     clock.go(1.0)
@@ -228,7 +253,7 @@ def test_verdicts_stand_on_a_few_steps_in_a_second(clock: Clock, length: float, 
         assert verdict(views).kind == kind
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("eltbu"))))
+@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("eltbum"))))
 def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, str]]) -> None:
     found = Clock()
     with pytest.MonkeyPatch.context() as patch:
@@ -237,17 +262,21 @@ def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, 
         timeline = Timeline(Phase.STARTUP)
         for phase, nanoseconds, kind in told:
             found.nanoseconds += nanoseconds
+            found.cpu += nanoseconds // 3
             if kind == "e":
                 timeline.enter(phase)
             elif kind == "l":
                 timeline.roll_back()
             elif kind == "u":
                 timeline.end_unmeasured_step()
+            elif kind == "m":
+                timeline.enter_unmeasured(phase)
             elif kind == "b":
                 timeline.begin_step()
             else:
                 assert min(timeline.take_spent()) >= 0
         assert sum(timeline.take_spent()[: len(Phase)]) == found.nanoseconds
+        assert sum(timeline.take_spent()[len(Phase) :]) == found.cpu
 
 
 def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) -> None:
