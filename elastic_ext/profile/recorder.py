@@ -80,7 +80,8 @@ class Recorder(Heartbeat):
         self._survey_after = _SURVEY_AFTER
         self._has_begun = False
         self._is_measured = self._is_changed = self._is_over = False
-        self._rests_until = 0  # when steps are measured again, by ``perf_counter_ns``; 0 while they are
+        self.rests_until = 0
+        """When steps are measured again, in nanoseconds by ``time.perf_counter_ns``; 0 while they are."""
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
         self._count_at = 0  # when it counts these
 
@@ -96,7 +97,7 @@ class Recorder(Heartbeat):
     def enter(self, micro_step: int) -> None:
         if self._heartbeat.wants_micro_steps:
             self._heartbeat.enter(micro_step)
-        if self._rests_until:
+        if self.rests_until:
             if self._probe.is_attached:
                 self._probe.enter_unmeasured_micro_step()
             self._mark_unmeasured(Phase.STEP)
@@ -118,17 +119,23 @@ class Recorder(Heartbeat):
         has_ended = num_boundaries != self._num_boundaries
         self._num_boundaries = num_boundaries
         is_rolled_back = not has_ended and micro_step == 0  # as none of its micro-steps has ended any more
-        if self._rests_until:
-            self._leave_unmeasured(has_ended=has_ended, is_rolled_back=is_rolled_back)
+        if not self.rests_until:
+            self._leave_measured(has_ended=has_ended, is_rolled_back=is_rolled_back)
             return
-        self._probe.leave_micro_step()
-        if self._surveyor is not None:
-            self._surveyor.leave(has_ended=has_ended)
-        if has_ended:
-            self._end_step()
-        elif is_rolled_back:
+        if self._probe.is_attached:
+            self._probe.leave_micro_step()
+        self._mark_unmeasured(self._phase_between)
+        if is_rolled_back:
             self._timeline.roll_back()
-        self._timeline.enter(self._phase_between)
+        elif has_ended:
+            self._timeline.end_unmeasured_step()
+            self._num_unmeasured += 1
+            now = perf_counter_ns()
+            if now >= self.rests_until:
+                self._measure_again()
+            elif now >= self._count_at:
+                self._count_at = now + _COUNT_NANOSECONDS
+                self._count_unmeasured()
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -150,7 +157,7 @@ class Recorder(Heartbeat):
     def communicating(self) -> AbstractContextManager[None]:
         # All of an unmeasured micro-step is Phase.STEP, which is divided later as measured ones are. Communication that
         # was told apart would be counted twice.
-        return contextlib.nullcontext() if self._rests_until else self.spending(Phase.COMMUNICATION)
+        return contextlib.nullcontext() if self.rests_until else self.spending(Phase.COMMUNICATION)
 
     def pass_step(self, step: int) -> None:
         self._heartbeat.pass_step(step)
@@ -200,23 +207,22 @@ class Recorder(Heartbeat):
         finally:
             self._timeline.enter(before)
 
-    def around_boundary(self, pass_boundary: Callable[[], None]) -> Callable[[], None]:
-        """``pass_boundary`` with its time counted as agreement."""
-        enter = self._timeline.enter
+    @contextlib.contextmanager
+    def at_boundary(self) -> Iterator[None]:
+        """A context in which a boundary is passed; its time counts as agreement.
 
-        def pass_it() -> None:
-            if self._rests_until:  # a boundary that waits for other ranks says so by ``during``
-                pass_boundary()
-                return
-            before = enter(Phase.AGREEMENT)
-            if self._surveyor is not None:
-                self._surveyor.reach_boundary()
-            try:
-                pass_boundary()
-            finally:
-                enter(before)
-
-        return pass_it
+        While steps are not measured it does nothing: a boundary that waits for other ranks says so by ``during``.
+        """
+        if self.rests_until:
+            yield
+            return
+        before = self._timeline.enter(Phase.AGREEMENT)
+        if self._surveyor is not None:
+            self._surveyor.reach_boundary()
+        try:
+            yield
+        finally:
+            self._timeline.enter(before)
 
     def begin_epoch(self) -> None:
         """Count time between steps for the next step again, and not as outside of epochs: an epoch begins."""
@@ -246,32 +252,24 @@ class Recorder(Heartbeat):
         if self._windows.end_step(is_measured=is_measured) or self._is_changed:
             self._close()
         now = perf_counter_ns()
-        self._rests_until, self._count_at = self._pace.end_step(now), now + _COUNT_NANOSECONDS
-        if self._rests_until and self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations apart
+        self.rests_until, self._count_at = self._pace.end_step(now), now + _COUNT_NANOSECONDS
+        if self.rests_until and self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations apart
             self._probe.detach()
 
-    def _leave_unmeasured(self, *, has_ended: bool, is_rolled_back: bool) -> None:
-        """Leave a micro-step that was not measured; training waits for this one too, in most micro-steps."""
-        if self._probe.is_attached:
-            self._probe.leave_micro_step()
-        self._mark_unmeasured(self._phase_between)
-        if is_rolled_back:
+    def _leave_measured(self, *, has_ended: bool, is_rolled_back: bool) -> None:
+        self._probe.leave_micro_step()
+        if self._surveyor is not None:
+            self._surveyor.leave(has_ended=has_ended)
+        if has_ended:
+            self._end_step()
+        elif is_rolled_back:
             self._timeline.roll_back()
-        if not has_ended:
-            return
-        self._timeline.end_unmeasured_step()
-        self._num_unmeasured += 1
-        now = perf_counter_ns()
-        if now >= self._rests_until:
-            self._measure_again()
-        elif now >= self._count_at:
-            self._count_at = now + _COUNT_NANOSECONDS
-            self._count_unmeasured()
+        self._timeline.enter(self._phase_between)
 
     def _measure_again(self) -> None:
         """Measure steps again, from the next one that begins."""
-        if self._rests_until or self._num_unmeasured:
-            self._rests_until = 0
+        if self.rests_until or self._num_unmeasured:
+            self.rests_until = 0
             self._pace.begin_look(perf_counter_ns())
             self._is_measured = False  # the step that may be under way
             self._probe.attach()

@@ -158,7 +158,8 @@ class TrainingMembers:
         self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
         self._refused_seats: list[int] = []
-        self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
+        self.wanted = 0
+        """The version of a plan that all ranks hold, and have not decided on; 0 for none; the same on all ranks."""
         self._wanted_since = 0.0
         self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
         self._pending: _Pending | None = None
@@ -194,18 +195,13 @@ class TrainingMembers:
         if self._watcher is not None:
             self._watcher.close()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a plan is to be decided on at this boundary, or at one of the next; the same on all ranks."""
-        return self._wanted > 0
-
     # ---- at a boundary ----
 
     def pass_boundary(self, version: int) -> None:
         """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
         if version > max(self.version, self._refused):
-            self._wanted, self._wanted_since = version, time.monotonic()
-        if self._wanted and self._pending is None and not self._follower.agreement.leaving:
+            self.wanted, self._wanted_since = version, time.monotonic()
+        if self.wanted and self._pending is None and not self._follower.agreement.leaving:
             with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._consider()
 
@@ -232,7 +228,7 @@ class TrainingMembers:
         decision = decide([Answer.from_json(row.decode()) for row in rows], ranks.names)
         if decision.kind == "later":
             return
-        self._wanted, self._considered = 0, None
+        self.wanted, self._considered = 0, None
         if decision.kind == "newer":
             return
         if decision.kind == "refuse":
@@ -459,7 +455,7 @@ class TrainingMembers:
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.version, self._wanted = pending.plan.version, 0
+        self.version, self.wanted = pending.plan.version, 0
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
         self._on_world(ranks.world)

@@ -175,7 +175,7 @@ class ElasticOptimizer(Optimizer):
             if is_running() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 raise StepError(_UNSHARED)
             state.before_optimizer()
-        if _is_left_out(self.inner):
+        if "found_inf" in vars(self.inner) and _is_left_out(self.inner):
             return None
         if state.num_optimizers == 1 and not self._has_gradient():
             self._refuse_without_gradients(state)
@@ -188,7 +188,8 @@ class ElasticOptimizer(Optimizer):
         rates = self.rates
         if rates.must_look:
             rates.look()
-        self._wait_to_change()
+        if state.before_change is not None:
+            state.before_change()
         self._begin(state)
         self._is_called = True
         try:
