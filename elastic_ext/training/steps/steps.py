@@ -18,7 +18,7 @@ from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, re
 from elastic_ext.training.batches import RankStep
 from elastic_ext.training.gradients.finite import FiniteGradients
 from elastic_ext.training.optimizers.optimizer import NO_GRADIENTS_HERE
-from elastic_ext.training.remarks import is_looked_at, next_look
+from elastic_ext.training.remarks import next_look
 
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .oom_guard import StepFailure
@@ -495,21 +495,22 @@ class Steps:
 
     def _begin(self, keep_batch: bool) -> bool:
         """Begin a step; gives whether it is to be taken back once it is entered, as ``change_first`` says."""
-        is_first, takes_back = self.has_not_begun, False
-        self.pass_owed_boundary()
+        state, gradients = self._state, self._gradients
+        is_first, takes_back = state.phase is StepPhase.UNBEGUN, False
+        if state.phase is StepPhase.OWING:
+            self.pass_owed_boundary()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         if self._to_change is not None:
             change, self._to_change = self._to_change, None
             takes_back = change()
-        if self._to_meet is not None or self._gradients.awaited:
+        if self._to_meet is not None or gradients.awaited:
             self.catch_up()
-        if self._gradients.before_step is not None:
-            self._gradients.before_step()
+        if gradients.before_step is not None:
+            gradients.before_step()
         step = self._batches.next_step(keep_batch=keep_batch)
         if step is None:
             raise StepError(_OVER)
-        state = self._state
         if step is not self._step or keep_batch is not self._keeps_batch:
             self._step, self._keeps_batch = step, keep_batch
             state.num_micro_steps = step.num_micro_steps
@@ -524,7 +525,6 @@ class Steps:
             self._enters_with_batch = self._counted.num_handed > 0
         if is_first and state.keeps_batch:  # gradients from before are no part of a step
             self._undoing.forget_gradients()
-        gradients = self._gradients
         self._was_by_function = self.by_function
         state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due(step.largest)
         if state.is_guarded:
@@ -533,19 +533,21 @@ class Steps:
         if is_watching:
             self._guarding.watch()
         snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
-        is_looked_at_now = is_looked_at(state.number)
+        is_looked_at_now = state.number >= self._next_look
+        if is_looked_at_now:
+            self._next_look = next_look(state.number)
         if is_looked_at_now and state.number > 0:  # in the first one compilers make their graphs
             self._checks.begin_step(step.sizes)
-        is_watched = gradients.are_exchanged or step.weights != (1.0,)
+        are_exchanged = gradients.are_exchanged
+        is_watched = are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         if step.num_micro_steps > 1:
             gradients.begin_gathering(is_looked_at=is_looked_at_now)
         self._num_own_backwards = 0
-        self._next_look = next_look(state.number)
         is_plain = not (is_watched or is_watching or is_looked_at_now)
         self._is_like_before = keep_batch and is_plain and snapshot is None
-        if gradients.are_exchanged:
+        if are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges
         if snapshot is not None:
             snapshot.take()
