@@ -162,13 +162,14 @@ class TrainingMembers:
         self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
         self._refused_seats: list[int] = []
-        self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
+        self.wanted = 0
+        """The version of a plan that all ranks hold, and have not decided on; 0 for none; the same on all ranks."""
         self._wanted_since = 0.0
         self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
         self._pending: _Pending | None = None
         self._on_world = on_world
         self._samplers = SamplersOfBefore()
-        self._world_before: World | None = None  # of a change since which samplers were not looked at
+        self.world_before: World | None = None  # of a change since which samplers were not looked at
         self._changed_at = 0  # the step
 
     # ---- from the start to the end ----
@@ -205,21 +206,16 @@ class TrainingMembers:
         if self._watcher is not None:
             self._watcher.close()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is something to do at this boundary, or at one of the next: of a plan, on all ranks alike."""
-        return self._wanted > 0 or self._world_before is not None
-
     # ---- at a boundary ----
 
     def pass_boundary(self, version: int) -> None:
         """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
-        if self._world_before is not None:  # the first step among other ranks has ended, and did not wait for this
-            before, self._world_before = self._world_before, None
+        if self.world_before is not None:  # the first step among other ranks has ended, and did not wait for this
+            before, self.world_before = self.world_before, None
             self._tell_of_samplers(before)
         if version > max(self.version, self._refused):
-            self._wanted, self._wanted_since = version, time.monotonic()
-        if self._wanted and self._pending is None and not self._follower.agreement.leaving:
+            self.wanted, self._wanted_since = version, time.monotonic()
+        if self.wanted and self._pending is None and not self._follower.agreement.leaving:
             with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._consider()
 
@@ -252,7 +248,7 @@ class TrainingMembers:
         decision = decide(answers, ranks.names)
         if decision.kind == "later":
             return
-        self._wanted, self._considered = 0, None
+        self.wanted, self._considered = 0, None
         if decision.kind == "newer":
             return
         if decision.kind == "refuse":
@@ -463,7 +459,7 @@ class TrainingMembers:
             self._leave(pending)
         pending = self._settle(pending, telling)
         self._tell_changed(pending, cost, began)
-        self._world_before = before if ranks.world.is_first_here else None
+        self.world_before = before if ranks.world.is_first_here else None
         return True
 
     def _why_not_coming_any_more(self, pending: _Pending) -> tuple[str, list[int]]:
@@ -513,7 +509,7 @@ class TrainingMembers:
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.version, self._wanted, self._changed_at = pending.plan.version, 0, self._follower.step
+        self.version, self.wanted, self._changed_at = pending.plan.version, 0, self._follower.step
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
         self._on_world(ranks.world)

@@ -221,7 +221,8 @@ class Session:
 
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
-        step, backwards = self._counts.global_step, self.steps.num_backwards
+        training = self._training
+        step, backwards = self._counts.global_step, training.steps.num_backwards
         if self._learning.is_on:  # before another config comes into force
             self._learning.end_step()
         boundary = None
@@ -233,10 +234,10 @@ class Session:
             self._learning.begin_step()
         if self._bar.is_shown:
             self._bar.advance()
-        saving, members = self._training.saving, self._training.members
+        saving, members = training.saving, training.members
         if saving is not None:
             saving.pass_boundary(step, boundary)
-        if members.is_waiting or (boundary is not None and boundary.members > 0):
+        if members.wanted or members.world_before is not None or (boundary is not None and boundary.members > 0):
             members.pass_boundary(0 if boundary is None else boundary.members)
 
     def _forget_change(self) -> None:

@@ -128,7 +128,7 @@ def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one
 
 def test_show_says_that_the_job_has_revised_what_the_file_says(job: Job) -> None:
     assert job.run("set", "user.rate=50.0", "user.other=1") == 0
-    assert job.run("show") == 0 and not job.err
+    assert (job.run("show"), job.err) == (0, "")
     job.follower.propose({"user.rate": 0.001}, "the loss has jumped")
     end = time.monotonic() + END_SECONDS
     while job.follower.config.revision < 1:

@@ -76,6 +76,7 @@ def test_before_training_begins_it_is_not_known_how_members_can_change(
     for records in ([None], [record(0), None]):
         assert not_known in members_in_words(members_by(PLAN, records, [], has_begun=False))
     assert "members change while workers go on" in members_in_words(members_by(PLAN, [record(0)], [], has_begun=False))
+    (tmp_path / AGENT_FILE).write_text(agent_here().to_json())
     (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
     assert main(["members", "--run-dir", str(tmp_path)]) == 0
     assert not_known in capsys.readouterr().out
