@@ -387,7 +387,7 @@ def proposing_rank(rank: int, folder: Path, who: int) -> None:
         run.went_to = str(run.inner.param_groups[0]["weight_decay"])
 
     with seen_by() as seen, run.trainer, run.trainer.epoch():
-        factor = 0.001 / run.trainer.config.optimizer.learning_rate  # type: ignore[operator]
+        factor = 0.001 / run.trainer.config.optimizer.learning_rate
         run.train(at={SPIKE: propose_and_go_back})
         assert run.went_to == "0.5"
         assert run.rates[SPIKE:] == pytest.approx([each * factor for each in run.rates[BACK:SPIKE]] + run.rates[-1:])
