@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from elastic_ext.errors import ApplyError, ConfigError, RanksDisagreeError, RanksFailedError
@@ -593,7 +593,7 @@ class ConfigRounds:
         saved, seen = self._saved, self._saved_files
         is_revised = saved is not None and saved.revision > 0 and saved.version == file.version
         if at_start and saved is not None and is_revised and (not seen or file.digest in seen):
-            file = file.superseded_by(saved)
+            file = _superseded(file, saved)
         return file.over(self.base)
 
     def revise(
@@ -677,6 +677,17 @@ def _value(value: Value) -> str:
 
 def _file_in(content: bytes) -> ElasticConfig:
     return ElasticConfig.from_dict(json.loads(content))
+
+
+def _superseded(file: ElasticConfig, revised: ElasticConfig) -> ElasticConfig:
+    """The values of a version that ``revised``, a revision of it, still has; with its reason and revision.
+
+    ``apply_at_step`` is left out: a version that was revised has been in force.
+    """
+    superseded = file.differences(revised)
+    kept = {path: value for path, value in file.values().items() if path not in superseded}
+    left = ElasticConfig.from_values(kept, version=file.version, reason=revised.reason)
+    return replace(left, revision=revised.revision)
 
 
 def _key(file: ElasticConfig) -> tuple[int, str]:

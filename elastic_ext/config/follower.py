@@ -634,12 +634,6 @@ class ConfigFollower:
         with self.heartbeat.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
             self.agreement.meet(purpose, exchanges, lost)
 
-    def decide_proposals(self, purpose: Purpose) -> None:
-        """Put in force now, between two steps, what any rank has proposed; with all ranks, after ``meet``."""
-        self._raise_if_closed()
-        with self.heartbeat.during(Activity.BOUNDARY):
-            self.agreement.decide_proposals(purpose)
-
     def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
         """Compare over all ranks whether the step failed, and which parameters have gradients; before they are shared.
 

