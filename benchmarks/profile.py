@@ -23,6 +23,7 @@ import itertools
 import multiprocessing
 import os
 import tempfile
+import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,7 +37,7 @@ import torch
 from benchmarks.differences import DifferenceTable, compare_differences, compare_shares
 from benchmarks.harness import Reading, Readings, Side, frozen, shortened, shown_value
 from benchmarks.trainer_ranks import Loop, Task, make_loop
-from elastic_ext.profile import probe, windows
+from elastic_ext.profile import probe, recorder, windows
 from elastic_ext.profile.phases import Phase, Timeline
 
 __all__ = [
@@ -90,23 +91,24 @@ def _tables(share: float) -> list[DifferenceTable]:
     ]
 
 
-_BETWEEN: Mapping[Which, Callable[[float], int] | None] = {
-    "every step looked at": lambda seconds: 0,
+_FOREVER = 10**15  # nanoseconds
+_RESTING: Mapping[Which, Callable[[int], int] | None] = {
+    "every step looked at": lambda look_began: 0,
     "as by default": None,
-    "no step looked at": lambda seconds: 10**9,
+    "no step looked at": lambda look_began: look_began + _FOREVER,
 }
 
 
 def cost_of_looking(which: Which, *, num_rounds: int) -> DifferenceTable:
     """What a profile adds to a very small step, in seconds of a processor."""
-    between = _BETWEEN[which]
+    resting = _RESTING[which]
     with ExitStack() as stack:
-        if between is not None:
-            stack.enter_context(mock.patch.object(probe, "steps_between", between))
+        if resting is not None:
+            stack.enter_context(mock.patch.object(probe, "rests_until", resting))
         found = compare_differences(
             f"A step, CPU time: one rank, a very small model, {which}",
             [_on_processor(side) for side in stack.enter_context(_loops(SMALL, NUM_OF_SMALL))],
-            {NAMES[True]: MOST_SECONDS} if between is None else {},
+            {NAMES[True]: MOST_SECONDS} if resting is None else {},
             num_rounds=num_rounds,
         )
     return dataclasses.replace(found, notes=(cost_of_marks(),))
@@ -131,7 +133,7 @@ def share_of_steps(
     """
     titles = {f"A look at a step of {length}, {what}: one rank": name for name, what in _MEASURES.items()}
     with _one_loop(task) as (both, step_seconds, num_in_cycle):
-        num_looked_at = probe.steps_together(step_seconds)
+        num_looked_at = _num_in_look(step_seconds)
         share = (at_most - passing_seconds / step_seconds) * num_in_cycle / num_looked_at
         sides = [_titled(side, titles) for side in both]
         found = compare_shares([*titles], sides, {LOOKS[True]: share}, num_rounds=num_rounds)
@@ -143,6 +145,12 @@ def share_of_steps(
         f"both sides keep what is freed ({_ALLOCATOR_IN_WORDS})",
     )
     return [dataclasses.replace(each, notes=notes) for each in found]
+
+
+def _num_in_look(step_seconds: float) -> int:
+    """How many steps of this length are looked at one after another."""
+    nanoseconds = round(step_seconds * 1e9)
+    return next(number for number in itertools.count(1) if probe.is_over(number, number * nanoseconds))
 
 
 def _titled(side: Side, titles: Mapping[str, str]) -> Side:
@@ -162,20 +170,22 @@ def _one_loop(task: Task) -> Iterator[tuple[list[Side], float, int]]:
         stack.enter_context(mock.patch.object(windows, "window_seconds", return_value=float(3 * NUM_LOOPS)))
         loops = [make_loop("ours", task, Path(folder) / str(number), stack) for number in range(NUM_LOOPS)]
         seconds = min(loop.run(80).wall_seconds for loop in loops)  # the census is taken, and the machine is measured
-        num_in_cycle = probe.steps_between(seconds) + probe.steps_together(seconds)
+        num_in_cycle = max(round(probe.rests_until(0) * 1e-9 / seconds), _num_in_look(seconds))
         switch = _Switch(stack, num_in_cycle=num_in_cycle)
         stack.enter_context(frozen())
         yield [switch.side(looks, loops) for looks in LOOKS], seconds, num_in_cycle
 
 
 class _Switch:
-    """Says of each stretch that is passed over how long it is, and knows when one begins."""
+    """Has loops look at all steps or at none, as it is told, from the end of the next look on."""
 
     def __init__(self, stack: ExitStack, *, num_in_cycle: int) -> None:
         self._num_in_cycle = num_in_cycle
         self._looks = True
         self._has_begun = False
-        stack.enter_context(mock.patch.object(probe, "steps_between", self._between))
+        self._ahead = 0  # nanoseconds, of the clock that rests end by
+        stack.enter_context(mock.patch.object(probe, "rests_until", self._rests_until))
+        stack.enter_context(mock.patch.object(recorder, "perf_counter_ns", self._now))
 
     def side(self, looks: bool, loops: Sequence[Loop]) -> Side:
         in_turn = itertools.cycle(loops)
@@ -183,6 +193,7 @@ class _Switch:
         def run() -> Readings:
             loop = next(in_turn)
             self._looks, self._has_begun = looks, False
+            self._ahead += 2 * _FOREVER  # a rest that goes on ends
             while not self._has_begun:
                 loop.run(1)
             done = loop.run(self._num_in_cycle)
@@ -190,9 +201,12 @@ class _Switch:
 
         return Side(name=LOOKS[looks], run=run)
 
-    def _between(self, seconds: float) -> int:
+    def _now(self) -> int:
+        return time.perf_counter_ns() + self._ahead
+
+    def _rests_until(self, look_began: int) -> int:
         self._has_begun = True
-        return 0 if self._looks else self._num_in_cycle
+        return 0 if self._looks else look_began + _FOREVER
 
 
 def cost_of_marks() -> str:

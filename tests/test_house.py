@@ -296,7 +296,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "training.members:TrainingMembers._tell_changed": "a function is the script's: raised on all ranks",
     "training.members:TrainingMembers._settle": "what is taken over runs the user's code: raised on all ranks",
     "training.parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
-    "training.steps.steps:Steps.__exit__": "takes the step back, or owes its boundary, and raises again",
+    "training.steps.steps:Steps._leave": "takes the step back, or owes its boundary, and raises again",
     "profile.memory.analysis:analyse": "a factory is the user's code: what it raises is told to who has asked",
     "profile.memory.analysis:_tell_passes": "a model and a loss are the user's code: told in the same way",
     "profile.memory.analysis_process:main": "a script is imported, which is the user's code: told in the same way",

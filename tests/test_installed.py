@@ -516,7 +516,7 @@ NAMED_FREELY = {"shares", "seconds", "processor_seconds", "typical", "details", 
 
 
 ADDED = {
-    "metrics-0.json": {"from_checkpoint"},
+    "metrics-0.json": {"from_checkpoint", "not_from_checkpoint"},
     "metrics-0.json measures": {
         "epoch",
         "num_epoch_steps_left",

@@ -197,6 +197,7 @@ class NodeTasks:
         self._take(membership_version, world_size, together)
         self._waiting_news = WaitingNews()
         self._slow_workers.forget(since=time.time())
+        self._monitor.count_anew()
 
     def _take(self, membership_version: int, world_size: int, together: frozenset[int]) -> None:
         self._membership_version, self._world_size, self._together = membership_version, world_size, together

@@ -62,7 +62,7 @@ from elastic_ext.version import VERSION
 
 from .ckpt import Terminal, add_commands, path_of, run_ckpt
 from .completion import SHELLS, completed, script_for
-from .config import COMMANDS, ConfigPlace, FilesConfig, RefusedByJob, parse_assignment
+from .config import COMMANDS, ConfigPlace, FilesConfig, RefusedByJob, parse_assignment, remark_beside
 from .doctor import add_doctor, run_doctor
 from .jobs import JobHere, add_job, one_job
 from .members import add_members
@@ -111,6 +111,7 @@ def _run_config(options: argparse.Namespace) -> int:
         master = named_master(options, os.environ, is_other=options.file is not None or options.job is not None)
         place: ConfigPlace = FilesConfig.named(options, os.environ) if master is None else _masters_config(master)
         output = COMMANDS[options.command](place, options)
+        remark = remark_beside(place, options)
     except RefusedByJob as error:
         _print_on_terminal(error.output)
         print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
@@ -125,6 +126,8 @@ def _run_config(options: argparse.Namespace) -> int:
         print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
         return 1
     _print_on_terminal(output)
+    if remark:
+        print(f"elastic-ext: {on_one_line(remark)}", file=sys.stderr)
     return 0
 
 

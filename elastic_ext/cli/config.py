@@ -27,7 +27,7 @@ from elastic_ext.records.text import counted, expanded, on_one_line
 
 from .jobs import config_file_in, one_job
 
-__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "JobAnswer", "RefusedByJob", "parse_assignment"]
+__all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "JobAnswer", "RefusedByJob", "parse_assignment", "remark_beside"]
 
 _ALLOWED = (
     "--file FILE, --job NAME or --master ADDR, or ELASTIC_EXT_CONFIG_FILE, ELASTIC_EXT_RUN_DIR or "
@@ -46,8 +46,10 @@ class ConfigPlace(Protocol):
 
     ``refused`` gives why the ranks of the job have refused versions, by digest, and ``judged``, after a write, what
     they make of the new one; None where that is not waited for. ``unset`` gives the values in force of keys that no
-    version sets, as far as ranks have told them. ``taken`` gives how many nodes have a version, and how
-    many there are, and ``step`` how many steps training has taken; None where nobody tells.
+    version sets, as far as ranks have told them. ``beside`` says what else the running job has in force, in words: a
+    revision of the version, or a version without a file; empty where nothing, or nobody tells. ``taken`` gives how many
+    nodes have a version, and how many there are, and ``step`` how many steps training has taken; None where nobody
+    tells.
     """
 
     name: str
@@ -61,6 +63,7 @@ class ConfigPlace(Protocol):
     def refused(self) -> Mapping[str, str]: ...
     def unset(self) -> Mapping[str, object]: ...
     def judged(self, new: ElasticConfig) -> JobAnswer | None: ...
+    def beside(self, current: ElasticConfig | None) -> str: ...
     def taken(self, version: int) -> tuple[int, int] | None: ...
     def step(self) -> int | None: ...
 
@@ -121,7 +124,9 @@ class FilesConfig:
         return [entry.to_json() for entry in self._history.entries()]
 
     def set(self, edit: ConfigEdit) -> ElasticConfig:
-        return self._writer().set(replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:]))
+        newest = self._newest_metrics()
+        above = 0 if newest is None else newest.config_version
+        return self._writer().set(replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:], above=above))
 
     def undo(self) -> ElasticConfig:
         return self._writer().undo(list(self.refused())[-_MOST_REFUSED:])
@@ -172,6 +177,34 @@ class FilesConfig:
         why = f" ({config.reason})" if config is not None and config.reason else ""
         words = f"version {version}{why} came after it, {has}, and is in force from step {step}"
         return JobAnswer(outcome="pending" if lost else "in force", words=words, step=None if lost else step)
+
+    def beside(self, current: ElasticConfig | None) -> str:
+        """What is in force in the running job beside ``current``, in words; empty where nothing is.
+
+        That is a revision of ``current``, or, where there is no file, a version that the job has from elsewhere.
+        """
+        newest = self._newest_metrics()
+        if current is None and newest is not None and newest.config_version > 0:
+            return (
+                f"the running job has version {newest.config_version} in force, of the checkpoint that it has resumed, "
+                "or of a file that is gone"
+            )
+        is_revised = newest is not None and newest.config_revision > 0
+        if newest is None or current is None or not is_revised or newest.config_version != current.version:
+            return ""
+        self._look()
+        details = [each for kind, each in self._told if kind == "config-applied" and each.get("revision")]
+        changed: dict[str, object] = {}
+        for each in details:
+            changes = each.get("changes")
+            if each.get("version") == current.version and isinstance(changes, Mapping):
+                changed |= {path: pair[1] for path, pair in changes.items() if isinstance(pair, list) and pair[1:]}
+        values = current.values()
+        others = [f"{path}={_value(value)}" for path, value in changed.items() if value != values.get(path)]
+        return (
+            f"the running job has version {current.version}, revision {newest.config_revision} in force, a change that "
+            f"it made itself{': ' if others else ''}{', '.join(others)}; the next version replaces it"
+        )
 
     def taken(self, version: int) -> tuple[int, int] | None:
         """None: of a config file nobody tells which nodes have taken a version."""
@@ -283,6 +316,14 @@ def _history(place: ConfigPlace, options: argparse.Namespace) -> str:
 
 COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
 """The commands of ``elastic-ext config``, by name; each gives the text to be printed."""
+
+
+def remark_beside(place: ConfigPlace, options: argparse.Namespace) -> str:
+    """What `config show` says beside the config that it has printed; empty where there is nothing to say."""
+    current = place.current() if options.command == "show" else None
+    return "" if current is None else place.beside(current)
+
+
 _WRITING = ("set", "undo")
 
 
@@ -378,7 +419,9 @@ def _brought_back_early(place: ConfigPlace, accepted: Sequence[ElasticConfig], n
 def _existing(place: ConfigPlace) -> ElasticConfig:
     current = place.current()
     if current is None:
-        raise _refused(f"{place.name} does not exist", "a config; `config set` makes one")
+        others = place.beside(None)
+        given = f"{place.name} does not exist{', and ' if others else ''}{others}"
+        raise _refused(given, f"a config; `config set` makes one{', of the version above that' if others else ''}")
     return current
 
 

@@ -33,6 +33,7 @@ _WAYS = "--run-dir DIR, or --job NAME"
 _KINDS = ("members", "members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
 _ENDS = ("succeeded", "failed", "ended", "left-out", "not-taken", "rendezvous-failed")
 """The kinds of the events by which agents say how they have ended."""
+_BEGAN = "training-began"
 _NUM_CHANGES = 10
 _MOST_CHARACTERS = 300
 _MOST_EVENT_BYTES = 4 << 20
@@ -66,7 +67,8 @@ def run_members(options: argparse.Namespace, environ: Mapping[str, str], termina
         job = one_job(options.run_dir, options.job, environ, ways=_WAYS, writes=is_drain)
         if is_drain:
             return _drain(job, options, terminal)
-        view = view_of(*_read(job), is_running=job.is_running())
+        plan, records, events = _read(job)
+        view = view_of(plan, records, events, is_running=job.is_running(), has_begun=_has_begun(job))
     except AgentRefused as error:
         terminal.complain(f"refused: {error}")
         return _REFUSED
@@ -110,6 +112,8 @@ class MembersView:
     they do not say it."""
     why_restart: str
     """Why members can change by a restart alone, a sentence; else empty."""
+    has_begun: bool
+    """Whether workers on this machine have begun to train, by when each has said how members can change."""
     planned: JobEvent | None
     """The change that is under way, by the event of its plan."""
     changes: tuple[JobEvent, ...]
@@ -140,11 +144,13 @@ def view_of(
     records: Sequence[MemberRecord | None],
     events: Sequence[JobEvent],
     *,
+    has_begun: bool = True,
     is_running: bool = True,
 ) -> MembersView:
     """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure.
 
-    Of a job that does not run any more only the plan and the events are told: nobody can join it or leave it.
+    ``has_begun`` is as MembersView has it. Of a job that does not run any more only the plan and the events are told:
+    nobody can join it or leave it.
     """
     ends = [each.text for each in events if each.kind in _ENDS]
     events = [each for each in events if each.kind not in _ENDS]
@@ -152,7 +158,16 @@ def view_of(
         how = on_one_line(ends[-1]) if ends else "nothing says how"
         ended = f"the job has ended on this machine: {cut(how, _MOST_CHARACTERS)}"
         last = tuple(events[-_NUM_CHANGES:])
-        return MembersView(plan=plan, records=(), is_live=None, why_restart="", planned=None, changes=last, ended=ended)
+        return MembersView(
+            plan=plan,
+            records=(),
+            has_begun=has_begun,
+            is_live=None,
+            why_restart="",
+            planned=None,
+            changes=last,
+            ended=ended,
+        )
     said = tuple(each for each in records if each is not None)
     told = why_restart_told(events)
     whys = [told] if told else [each.why_restart for each in said if each.why_restart]
@@ -165,6 +180,7 @@ def view_of(
         records=said,
         is_live=None if not (said or told) or len(said) < len(records) else not whys,
         why_restart=whys[0] if whys else "",
+        has_begun=has_begun,
         planned=None if is_over or is_restart else planned,
         changes=tuple(events[-_NUM_CHANGES:]),
     )
@@ -186,6 +202,8 @@ def members_in_words(view: MembersView) -> list[str]:
         lines.append(f"  {node.node_id} on {node.host}: {'rank' if node.num_workers == 1 else 'ranks'} {ranks}")
     if view.ended:
         lines.append(view.ended)
+    elif view.is_live is None and not view.has_begun:
+        lines.append("members change in a way that is not known yet: its workers have not begun to train")
     elif view.is_live is None:
         lines.append("members change by a restart of all workers: these do not say that they can go on")
     else:
@@ -226,6 +244,16 @@ def _records_in(folder: Path, plan: MembershipPlan) -> list[MemberRecord | None]
     agent = agent_in(folder)
     seats = [member.seat for member in plan.members if agent is None or member.node_id == agent.node_id]
     return [*member_records(folder, seats).values()] or [None]
+
+
+def _has_begun(job: JobHere) -> bool:
+    """Whether workers of the agents that run here, or else of those that have, have begun to train."""
+    for folder in [*job.living_agents()] or [*job.run_directories]:
+        agent = agent_in(folder)
+        events = EventFiles(folder, most_bytes=_MOST_EVENT_BYTES).look().events
+        if any(each.kind == _BEGAN and (agent is None or each.time >= agent.time) for each in events):
+            return True
+    return False
 
 
 def _once(events: Sequence[JobEvent]) -> list[JobEvent]:

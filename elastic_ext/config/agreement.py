@@ -333,6 +333,11 @@ class Agreement:
         """What is in force where no file says otherwise: the start-up config, with a resumed one over it."""
         return self._rounds.base
 
+    @property
+    def files(self) -> list[str]:
+        """The digests of the files that the job has seen with the version in force; empty where it has seen none."""
+        return self._rounds.files
+
     def own_value(self, path: str) -> Value:
         """The script's own value of a dotted key; None where that is not known."""
         value = self._rounds.startup.get(path)
@@ -346,16 +351,19 @@ class Agreement:
         """Have rank 0 call ``tell(version, digest, why)`` for each version of the config file that ranks refuse."""
         self._rounds.on_refusal = tell
 
-    def resume(self, config: ElasticConfig) -> None:
+    def resume(
+        self, config: ElasticConfig, saved: ElasticConfig | None = None, saved_files: Collection[str] = ()
+    ) -> None:
         """Load the config saved in a checkpoint: it overrides the start-up values, and the config file overrides it.
 
-        Before the first boundary; after ``start`` all ranks call this together.
+        Before the first boundary; after ``start`` all ranks call this together. ``saved`` is that config before the
+        caller put values of its own into it, and ``saved_files`` the ``files`` that were saved with it.
         """
         if self._num_boundaries:
             raise ElasticError("a config can be resumed only before the first step; load the checkpoint before it")
         if self._started:
             self._raise_if_unusable()
-        self._rounds.resume(config)
+        self._rounds.resume(config, saved, saved_files)
         self.resumed_version = config.version
         if self._started:
             self.rouse()
@@ -546,6 +554,25 @@ class Agreement:
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint that was asked for is not saved: training has ended, and no boundary follows")
+
+    def decide_proposals(self, purpose: Purpose) -> None:
+        """Decide now on what any rank has proposed, between two steps; a config that comes into force is told later.
+
+        That is at the next boundary. All ranks call this together, after ``meet``. A proposal that cannot be decided on
+        before a step has run, or that comes after one that was refused, is decided on at a later boundary.
+        """
+        self._raise_if_unusable()
+        with self._breaking():
+            self.rouse()
+            while True:
+                word = replace(self._make_word(purpose), proposing=self._rounds.proposing)
+                gathered = self._exchange.compare(word, _DOING[purpose])
+                if gathered is None or not gathered.proposing:
+                    return
+                applied = self._rounds.hold_round(self._place)
+                if applied is None:
+                    return
+                self._keep_applied(applied)
 
     def compare_words(self, failure: str, payload: str, purpose: Purpose = Purpose.SHARE) -> GatheredWords | None:
         """Compare what ranks say in a step: every rank's control word, or None where all say the same and none failed.

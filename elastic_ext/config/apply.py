@@ -306,6 +306,8 @@ class ConfigRounds:
         """The start-up config, with a resumed one over it: what absent keys of a file mean."""
         self.startup = base
         """The start-up config of the script alone."""
+        self._saved: ElasticConfig | None = None  # the resumed config as the checkpoint has it
+        self._saved_files: Collection[str] = ()  # the digests of files of its version that the job had seen
         self.warns = warns
         """Whether this rank is the one to warn of a stale file."""
         self._proposals: deque[Proposal] = deque()
@@ -322,12 +324,17 @@ class ConfigRounds:
         or in conflict: those are only logged.
         """
 
-    def resume(self, config: ElasticConfig) -> None:
+    def resume(
+        self, config: ElasticConfig, saved: ElasticConfig | None = None, saved_files: Collection[str] = ()
+    ) -> None:
         """Take the config that was in force in a checkpoint: it wins over the script's start-up values.
 
-        Appliers put it into effect in ``start``, or in ``start_again`` where the job has started.
+        Appliers put it into effect in ``start``, or in ``start_again`` where the job has started. ``saved`` is that
+        config before the caller put values of its own into it, and ``saved_files`` what ``files`` gave as it was saved:
+        if it is a revision of the file's version, the file does not bring back values that the revision has superseded.
         """
         self.base = config.over(self.base)
+        self._saved, self._saved_files = config if saved is None else saved, saved_files
         if not self._is_started:
             self.config = self.base
 
@@ -358,6 +365,11 @@ class ConfigRounds:
         self._warned_conflict = told["warned_conflict"]
         self._proposals.clear()
         return config
+
+    @property
+    def files(self) -> list[str]:
+        """The digests of the files that the job has seen with the version in force; empty where it has seen none."""
+        return sorted(digest for version, digest in self._settled if version == self.config.version)
 
     @property
     def startup_values(self) -> dict[str, object]:
@@ -551,21 +563,21 @@ class ConfigRounds:
             self._tell_refusal(file, passed, otherwise)
             return None
         try:
-            new = file.over(self.base)
+            new = self._over_base(file, at_start=at_start)
         except ConfigError as error:
             self._tell_refusal(file, f"combined with the script's start-up values: {error}", otherwise)
             return None
         displaced = self.scheduled
         applied: Applied | None = None
         try:
-            if file.apply_at_step is None or file.apply_at_step <= step:
+            if new.apply_at_step is None or new.apply_at_step <= step:
                 applied, reasons = self._put_in_force(new, step)
                 self.scheduled = None if applied is not None else displaced
             else:
                 reasons = self._appliers.check(new)
                 self.scheduled = displaced if reasons else new
                 if not reasons and self._ranks.rank == 0:
-                    _logger.info("config %s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+                    _logger.info("config %s is agreed and comes into force at step %d", new.label, new.apply_at_step)
         except AskAgainLater:
             if not at_start:
                 raise
@@ -575,6 +587,14 @@ class ConfigRounds:
             _logger.info("config %s, %s, is replaced by %s", displaced.label, _when(displaced), new.label)
         self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
+
+    def _over_base(self, file: ElasticConfig, *, at_start: bool) -> ElasticConfig:
+        """A file with its absent keys taken from the base; at the start without what a resumed revision superseded."""
+        saved, seen = self._saved, self._saved_files
+        is_revised = saved is not None and saved.revision > 0 and saved.version == file.version
+        if at_start and saved is not None and is_revised and (not seen or file.digest in seen):
+            file = file.superseded_by(saved)
+        return file.over(self.base)
 
     def revise(
         self, changes: Mapping[str, object], reason: str, step: int, *, may_wait: bool = False

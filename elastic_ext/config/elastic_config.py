@@ -209,6 +209,16 @@ class ElasticConfig:
         changed = ElasticConfig.from_values(changes, version=self.version, reason=reason)
         return replace(changed.over(self), revision=self.revision + 1)
 
+    def superseded_by(self, revised: ElasticConfig) -> ElasticConfig:
+        """The values of this version that ``revised``, a revision of it, still has; with its reason and revision.
+
+        ``apply_at_step`` is left out: a version that was revised has been in force.
+        """
+        superseded = self.differences(revised)
+        kept = {path: value for path, value in self.values().items() if path not in superseded}
+        left = ElasticConfig.from_values(kept, version=self.version, reason=revised.reason)
+        return replace(left, revision=revised.revision)
+
     def differences(self, newer: ElasticConfig) -> dict[str, tuple[Value, Value]]:
         """Each key whose value is another one in ``newer``: what it was (None: absent) and what it is."""
         before, after = self.values(), newer.values()

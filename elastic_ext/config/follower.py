@@ -265,9 +265,15 @@ class Reports:
         self.due_at = 0.0
 
     def write(
-        self, *, step: int, config: ElasticConfig, agree_every_steps: int, from_checkpoint: Mapping[str, str]
+        self,
+        *,
+        step: int,
+        config: ElasticConfig,
+        agree_every_steps: int,
+        from_checkpoint: Mapping[str, str],
+        not_from_checkpoint: Mapping[str, str],
     ) -> None:
-        """Write the metrics of this moment; ``from_checkpoint`` as RankMetrics has it."""
+        """Write the metrics of this moment; ``from_checkpoint`` and its like as RankMetrics has them."""
         now = time.perf_counter()
         self.due_at = now + min(max(now - self._began_at, _LEAST_METRICS_SECONDS), _MOST_METRICS_SECONDS)
         if self._directory is None:
@@ -287,6 +293,7 @@ class Reports:
             config_revision=config.revision,
             agree_every_steps=agree_every_steps,
             from_checkpoint=from_checkpoint,
+            not_from_checkpoint=not_from_checkpoint,
             measures=self.measure(),
         )
         self._directory.write_metrics(metrics)
@@ -466,6 +473,7 @@ class ConfigFollower:
         self._found_at_start: Applied | None = None  # what came into force at the start; until a step ends
         self._has_told_of_file = False
         self._finished = False
+        self._replaced: dict[str, Value] = {}  # of the resumed config, where the caller has put values of its own
         self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -626,6 +634,12 @@ class ConfigFollower:
         with self.heartbeat.during(Activity.BOUNDARY), self.ranks.waiting_at_most(seconds, doubt):
             self.agreement.meet(purpose, exchanges, lost)
 
+    def decide_proposals(self, purpose: Purpose) -> None:
+        """Put in force now, between two steps, what any rank has proposed; with all ranks, after ``meet``."""
+        self._raise_if_closed()
+        with self.heartbeat.during(Activity.BOUNDARY):
+            self.agreement.decide_proposals(purpose)
+
     def hear_all(self, *, failed: str = "", brings: str = "") -> GatheredWords | None:
         """Compare over all ranks whether the step failed, and which parameters have gradients; before they are shared.
 
@@ -688,16 +702,24 @@ class ConfigFollower:
         self.agreement.request_save()
 
     def state_dict(self) -> dict[str, Any]:
-        """The config in force, as plain values for a checkpoint."""
-        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step}
+        """The config in force, as plain values for a checkpoint; of a revision, with the files of its version."""
+        files = {"files": self.agreement.files} if self.config.revision else {}
+        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step, **files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the config saved in a checkpoint: it overrides the start-up values, and the config file overrides it.
 
-        Before the first boundary; after ``start`` all ranks call this together.
+        A revision of the file's version keeps the values that it has changed. Before the first boundary; after
+        ``start`` all ranks call this together. A caller that changes the ``config`` of ``state`` leaves what it was
+        under ``saved``.
         """
         self.agreement.step = state["step"]
-        self.agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        config, saved = (
+            ElasticConfig.from_dict(each, revision=state["revision"])
+            for each in (state["config"], state.get("saved", state["config"]))
+        )
+        self._replaced = {path: old for path, (old, _) in saved.differences(config).items() if old is not None}
+        self.agreement.resume(config, saved, state.get("files", ()))
         self.reports.due_at = 0.0  # metrics tell what the checkpoint has brought
 
     def close(self, by: str = "follower.close() was called") -> None:
@@ -770,6 +792,7 @@ class ConfigFollower:
             config=self.config,
             agree_every_steps=self.agreement.every,
             from_checkpoint=self._from_checkpoint(),
+            not_from_checkpoint=self._not_from_checkpoint(),
         )
 
     def _from_checkpoint(self) -> dict[str, str]:
@@ -782,6 +805,15 @@ class ConfigFollower:
             if value != own and value == self.config.get(path) and len(found) < _MOST_FROM_CHECKPOINT:
                 found[path] = f"{shown(value, 60)}{'' if own is None else f' (the script has {shown(own, 60)})'}"
         return found
+
+    def _not_from_checkpoint(self) -> dict[str, str]:
+        """The script's values in force in place of the resumed checkpoint's, such as its plan; in words, by key."""
+        in_force = {path: self.config.get(path) for path in self._replaced}
+        return {
+            path: f"{shown(value, 60)} (the checkpoint has {shown(self._replaced[path], 60)})"
+            for path, value in in_force.items()
+            if value is not None and value != self._replaced[path] and value == self.agreement.base.get(path)
+        }
 
     def _own_value(self, path: str) -> Value:
         """The script's own value of a dotted key, as it told or as it reads it; None where that is not known."""

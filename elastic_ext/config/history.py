@@ -90,6 +90,8 @@ class ConfigEdit:
     at_step: int | None = None
     refused: tuple[str, ...] = ()
     """The digests of versions that the ranks of the job have refused: the next version is not made from them."""
+    above: int = 0
+    """A version that the next one exceeds, such as that in force where the file is gone."""
 
 
 _SCRIPTS = HistoryEntry(time=0.0, config=ElasticConfig(version=0))
@@ -141,19 +143,27 @@ def undo_target(entries: Sequence[HistoryEntry], refused: Collection[str] = ()) 
     """The entry whose content an undo writes again, among those whose digest is not ``refused``.
 
     It is the one before the version in which the present content was first written: undos in a row go further and
-    further back, and from the first version to one without keys. Where the newest entry is refused, it is the newest
-    that is not.
+    further back, and from the first version to one without keys. A version that only asked for a checkpoint is passed
+    over, as nothing of it is left to undo. Where the newest entry is refused, it is the newest that is not.
     """
     if entries and entries[-1].config.digest in refused:
         return _newest_accepted(entries, refused) or _SCRIPTS
     kept = [entry for entry in entries if entry.config.digest not in refused]
     for index in range(len(kept) - 1, 0, -1):
-        if kept[index].restores is None and kept[index].config.version == kept[-1].origin:
-            return kept[index - 1]
+        before, first = kept[index - 1], kept[index]
+        if first.restores is None and first.config.version == kept[-1].origin:
+            if not (first.config.checkpoint.now and _lasting(first) == _lasting(before)):
+                return before
+            kept = kept[:index]
     is_first = bool(kept) and kept[0].restores is None and kept[0].config.version == kept[-1].origin
     if is_first and kept[-1].config.values() and len(entries) < _MOST_ENTRIES:  # a longer one has lost its first
         return _SCRIPTS
     raise _refused("there is no earlier version to go back to", "a file that sets a key, or whose history has")
+
+
+def _lasting(entry: HistoryEntry) -> dict[str, Any]:
+    """The values of an entry but ``checkpoint.now``, which is for that version alone."""
+    return {path: value for path, value in entry.config.values().items() if path != "checkpoint.now"}
 
 
 def next_config(entries: Sequence[HistoryEntry], edit: ConfigEdit, *, version: int) -> ElasticConfig:
@@ -186,9 +196,9 @@ def restored(target: HistoryEntry, *, version: int) -> ElasticConfig:
     return _of_allowed_size(new)
 
 
-def next_version(entries: Sequence[HistoryEntry]) -> int:
-    """The version that comes after all of these."""
-    return max((entry.config.version for entry in entries), default=0) + 1
+def next_version(entries: Sequence[HistoryEntry], above: int = 0) -> int:
+    """The version that comes after all of these, and after ``above``."""
+    return max([above, *(entry.config.version for entry in entries)]) + 1
 
 
 class ConfigHistory:
@@ -223,7 +233,7 @@ class ConfigHistory:
         with self._alone() as recorded:
             current = self.current()
             entries = self._with_current(recorded, current)
-            new = next_config([] if current is None else entries, edit, version=next_version(entries))
+            new = next_config([] if current is None else entries, edit, version=next_version(entries, edit.above))
             return self._write(new, entries)
 
     def undo(self, refused: Collection[str] = ()) -> ElasticConfig:

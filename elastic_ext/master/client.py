@@ -329,6 +329,10 @@ class RemoteConfig:
     def judged(self, new: ElasticConfig) -> None:
         """None: what ranks make of a version is not waited for; the events of the job say it."""
 
+    def beside(self, current: ElasticConfig | None) -> str:
+        """Empty: what a revision has changed is not asked for; the events of the job say it."""
+        return ""
+
     def taken(self, version: int) -> tuple[int, int] | None:
         """Wait a few seconds for all nodes to hold ``version`` or a later one; how many do, and how many there are.
 

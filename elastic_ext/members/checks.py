@@ -41,6 +41,8 @@ class Answer(JsonRecord):
     """What this rank has to end before members can change; empty for nothing."""
     registered: str = ""
     """The digest of what each rank keeps for itself; empty where all of it is to be that of the first rank."""
+    tells: bool = False
+    """Whether the script of this rank is to be told of a change, by functions that may fail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

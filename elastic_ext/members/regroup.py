@@ -29,8 +29,8 @@ __all__ = ["FORM_SECONDS", "Generation", "answer_for", "present_backend"]
 _logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_SHORT_PAUSE_SECONDS = 0.005  # where training waits, or soon goes on
-_PAUSE_SECONDS = 0.02  # of a joiner that waits to be called, between two looks into the store
+_SHORT_PAUSE_SECONDS = 0.001  # where training waits, or soon goes on
+_PAUSE_SECONDS = 0.005  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
 _LATER_SECONDS = 10.0  # by which ranks may fail after the first of them, beside the time that each waits
@@ -145,7 +145,7 @@ class Generation:
     def _form(self, store: Any, place: tuple[int, int], members: int, seconds: float) -> None:
         def form() -> None:
             hook = sys.excepthook  # torch puts one of its own around it, each time
-            destroy_groups()
+            self._ranks.end_beside(destroy_groups())
             rank, size = place
             limit = timedelta(seconds=seconds)
             dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=limit)

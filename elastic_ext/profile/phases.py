@@ -103,6 +103,7 @@ of these phases count as useful time.
 # The thread says when a phase begins; the one before ends there. So nothing is counted twice, and nothing is left out.
 
 NUM_PHASES = len(Phase)
+_STEP = Phase.STEP.value
 ROLLED_BACK_WITH_STEP = frozenset(
     (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP)
 )
@@ -118,10 +119,10 @@ Spent = list[int]
 class Timeline:
     """The training thread's time by phase: ``enter`` begins a phase; from other threads, ``enter_elsewhere`` does."""
 
-    __slots__ = ("_before", "_cpu", "_others", "_phase", "_since", "_spent", "_thread")
+    __slots__ = ("_before", "_cpu", "_cpu_phase", "_others", "_phase", "_since", "_spent", "_thread")
 
     def __init__(self, phase: Phase) -> None:
-        self._phase = int(phase)
+        self._phase = self._cpu_phase = int(phase)  # the second is what CPU time counts for that is read next
         self._spent = [0] * (2 * NUM_PHASES)  # since it began
         self._before = self._spent.copy()  # as the last step ended, or as ``take_spent`` gave it since
         self._others: tuple[int, int] | None = None  # what went into Phase.OTHER before the measured step under way
@@ -147,11 +148,23 @@ class Timeline:
         """Begin ``phase``, on the training thread; gives the phase before."""
         now, cpu, before, spent = perf_counter_ns(), thread_time_ns(), self._phase, self._spent
         spent[before] += now - self._since
-        spent[before + NUM_PHASES] += cpu - self._cpu
+        spent[self._cpu_phase + NUM_PHASES] += cpu - self._cpu
         self._since = now
         self._cpu = cpu
-        self._phase = phase
+        self._phase = self._cpu_phase = phase
         return before
+
+    def enter_unmeasured(self, phase: int) -> None:
+        """Begin ``phase``, as an unmeasured micro-step begins or ends, on the training thread.
+
+        CPU time is read later, together for all since the last ``enter``, and counts for ``Phase.STEP``: to read it
+        takes longer than all else here.
+        """
+        now = perf_counter_ns()
+        self._spent[self._phase] += now - self._since
+        self._since = now
+        self._phase = phase
+        self._cpu_phase = _STEP
 
     def enter_elsewhere(self, phase: int) -> int:
         """Begin ``phase`` from another thread, as one that runs backward passes on accelerators; gives the one before.
@@ -161,7 +174,7 @@ class Timeline:
         now, before = perf_counter_ns(), self._phase
         self._spent[before] += now - self._since
         self._since = now
-        self._phase = phase
+        self._phase = self._cpu_phase = phase
         return before
 
     def add_past(self, phase: int, nanoseconds: int) -> None:

@@ -69,6 +69,8 @@ class Probe:
         """Rows of the first tensor in each micro-step's first pass: samples, as a rule; since the probe was made."""
         self.has_seen = False
         """Whether the model was ever called in a micro-step that this probe was told of."""
+        self.is_attached = False
+        """Whether the hooks are on the model and its optimizers."""
         self.watcher: PassWatcher | None = None
         """What observes passes in the micro-steps that are measured."""
         self._enter_phase = self._own_enter_phase = enter_phase
@@ -89,8 +91,9 @@ class Probe:
 
     def attach(self) -> None:
         """Put the hooks on the model and its optimizers."""
-        if self._handles:
+        if self.is_attached:
             return
+        self.is_attached = True
         model = self._model
         if not self._hooks:
             acts = self._before_forward, self._after_forward, self._before_optimizer, self._after_optimizer
@@ -111,6 +114,7 @@ class Probe:
 
     def detach(self) -> None:
         """Take the hooks off, until ``attach`` is called again."""
+        self.is_attached = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -306,73 +310,46 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 # --- which steps are measured, so that measuring takes no more than its share of their time --------------------------
+# Measuring adds 60 to 300 microseconds to a step. A *look* is some steps in a row that are measured; one begins about
+# once a second, so that looks take 0.2% of the time or less, and every window of a second or more has one.
 
-_COST_SECONDS = 250e-6
-"""About what measuring adds to a step that computes.
-
-To one that computes next to nothing it adds a quarter of that: what measures stays in the processor's caches.
-"""
-_SHARE = 0.006
-"""The share of the time of short steps that measuring may take; of long steps it may take a fifth of that share."""
-_SHORT_SECONDS, _LONG_SECONDS = 8e-3, 40e-3
-"""Steps of up to the first length are short, and steps from the second on are long.
-
-Measuring may take as many seconds of a step in between as of one of the first length.
-"""
-_NUM_FIRST = 64  # steps that are measured before any is left out
-_TOGETHER_SECONDS = 0.05  # about how long the steps take together that are measured one after another
-_LEAST_TOGETHER, _MOST_TOGETHER = 4, 16  # steps that are measured one after another, so that each window has some
-_LAST_STEP_WEIGHT = 0.1  # of the last step in the moving average of step lengths
-_PAUSE_FACTOR = 4  # a step of more than so many times the average had a pause before it, and counts as so many times
-_LEAST_SECONDS = 1e-6
+_NUM_FIRST = 64  # steps of the first look
+_EVERY_NANOSECONDS = 900_000_000  # from the beginning of a look to that of the next
+_LEAST_TOGETHER, _MOST_TOGETHER = 4, 8  # steps of a look
+_TOGETHER_NANOSECONDS = 50_000_000  # after which a look ends that has the least number of steps
 
 
 class ProbePace:
-    """Which steps are measured: all where that is cheap, else some in a row, then none for a while."""
+    """Which steps are measured: the first ones, then some in a row about once a second; all steps where they are long.
+
+    Moments are nanoseconds on the clock of ``time.perf_counter_ns``.
+    """
 
     def __init__(self) -> None:
-        self._left = _NUM_FIRST  # steps to measure before any is left out
-        self._seconds = 0.0  # of a step: a moving average
+        self._is_first = True  # whether this is the first look
+        self._num_steps = 0  # that were measured in this look
+        self._began = 0  # when this look began
 
-    def end_step(self, seconds: float) -> int:
-        """Take in the length of a measured step; gives how many of the coming steps not to measure."""
-        if self._seconds:
-            seconds = min(seconds, _PAUSE_FACTOR * self._seconds)  # the rest is a pause, as for an evaluation
-            self._seconds += (seconds - self._seconds) * _LAST_STEP_WEIGHT
-        else:
-            self._seconds = seconds
-        self._left -= 1
-        if self._left > 0:
+    def begin_look(self, now: int) -> None:
+        """Begin to measure steps."""
+        self._num_steps, self._began = 0, now
+
+    def end_step(self, now: int) -> int:
+        """Take in that a measured step has ended; gives until when coming steps are not measured, 0 if the next is."""
+        self._num_steps += 1
+        if self._num_steps < _NUM_FIRST if self._is_first else not is_over(self._num_steps, now - self._began):
             return 0
-        self._left = steps_together(self._seconds)
-        return steps_between(self._seconds)
-
-    def end_unmeasured_steps(self, number: int, seconds: float) -> None:
-        """Take in how long so many unmeasured steps took together.
-
-        A pause may be in that time, so that it can only lower the average.
-        """
-        self._seconds = min(seconds / number, self._seconds)
-
-    @property
-    def long_seconds(self) -> float:
-        """The length from which a step counts as much longer than usual, or had a pause before it."""
-        return _PAUSE_FACTOR * self._seconds
+        until = rests_until(self._began)
+        self._is_first = False
+        self.begin_look(now)  # where there is no time left to rest
+        return until if until > now else 0
 
 
-def steps_together(seconds: float) -> int:
-    """How many steps of this length are measured one after another."""
-    return min(max(round(_TOGETHER_SECONDS / max(seconds, _LEAST_SECONDS)), _LEAST_TOGETHER), _MOST_TOGETHER)
+def is_over(num_steps: int, nanoseconds: int) -> bool:
+    """Whether a look at so many steps, which took so long together, is over."""
+    return num_steps >= _MOST_TOGETHER or (num_steps >= _LEAST_TOGETHER and nanoseconds >= _TOGETHER_NANOSECONDS)
 
 
-def steps_between(seconds: float) -> int:
-    """How many steps of this length are not measured after those that were; 0 where all can be."""
-    num_together = steps_together(seconds)
-    num_steps = num_together * _COST_SECONDS / _allowed(max(seconds, _LEAST_SECONDS))
-    return 0 if num_steps <= num_together else round(num_steps) - num_together
-
-
-def _allowed(seconds: float) -> float:
-    """How many seconds measuring may take of a step of this length, by ``_SHARE``."""
-    short = _SHARE * min(seconds, _SHORT_SECONDS)
-    return short * max(seconds / _LONG_SECONDS, 1.0)
+def rests_until(look_began: int) -> int:
+    """Until when steps are not measured after a look that began at that moment."""
+    return look_began + _EVERY_NANOSECONDS

@@ -33,8 +33,7 @@ _PHASES = {
 }
 _BEFORE_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING, Activity.MEMBERS)
 """Activities after which steps may be unlike those before, and belong to another window."""
-_MOST_LONG = 8  # steps in a row that are not measured though they take much longer than those before
-_MOST_UNTOLD = 64  # unmeasured steps that have ended and that the window has not counted
+_COUNT_NANOSECONDS = 100_000_000  # after which a window counts the unmeasured steps that have ended
 _SURVEY_AFTER = 16  # steps: by then a step takes what later ones take
 
 
@@ -74,17 +73,17 @@ class Recorder(Heartbeat):
         self._tells_waits = loader is None or self._loader is not None
         self._phase_in_epoch = Phase.OTHER if self._tells_waits else Phase.DATA  # between two micro-steps
         self._phase_between: Phase = self._phase_in_epoch  # or outside of epochs, where the loop is there
+        # Where all time between two micro-steps may be a wait, the tuner asks how much CPU time that has.
+        self._mark_unmeasured = timeline.enter_unmeasured if self._tells_waits else timeline.enter
         self._surveyor = surveyor
         self._num_boundaries = 0
         self._survey_after = _SURVEY_AFTER
         self._has_begun = False
         self._is_measured = self._is_changed = self._is_over = False
-        self._stepped_at = 0  # when the last step ended, or was rolled back
-        self._num_unmeasured_left = 0  # coming steps that are not measured
+        self.rests_until = 0
+        """When steps are measured again, in nanoseconds by ``time.perf_counter_ns``; 0 while they are."""
         self._num_unmeasured = 0  # unmeasured steps that have ended and that the window has not counted yet
-        self._unmeasured_since = 0  # when the first of those steps began
-        self._long_ns = 0  # an unmeasured step of more than these nanoseconds counts as long
-        self._num_long = 0  # steps in a row that took much longer
+        self._count_at = 0  # when it counts these
 
     @property
     def analyzer(self) -> Analyzer | None:
@@ -93,11 +92,15 @@ class Recorder(Heartbeat):
 
     # ---- what a heartbeat is told ----
 
+    # Training waits for these two in each micro-step, of which few are measured.
+
     def enter(self, micro_step: int) -> None:
-        self._heartbeat.enter(micro_step)
-        if self._num_unmeasured_left:
-            self._probe.enter_unmeasured_micro_step()
-            self._timeline.enter(Phase.STEP)
+        if self._heartbeat.wants_micro_steps:
+            self._heartbeat.enter(micro_step)
+        if self.rests_until:
+            if self._probe.is_attached:
+                self._probe.enter_unmeasured_micro_step()
+            self._mark_unmeasured(Phase.STEP)
             return
         if not self._has_begun:
             self._begin()
@@ -111,24 +114,28 @@ class Recorder(Heartbeat):
             self._timeline.begin_step()
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
-        self._heartbeat.leave(step, num_boundaries, micro_step)
-        self._probe.leave_micro_step()
+        if self._heartbeat.wants_micro_steps:
+            self._heartbeat.leave(step, num_boundaries, micro_step)
         has_ended = num_boundaries != self._num_boundaries
         self._num_boundaries = num_boundaries
         is_rolled_back = not has_ended and micro_step == 0  # as none of its micro-steps has ended any more
-        is_measured = not self._num_unmeasured_left
-        if is_measured and self._surveyor is not None:
-            self._surveyor.leave(has_ended=has_ended)
-        if has_ended and is_measured:
-            self._end_step()
-        elif has_ended:
-            self._end_unmeasured_step()
-        elif is_rolled_back:
+        if not self.rests_until:
+            self._leave_measured(has_ended=has_ended, is_rolled_back=is_rolled_back)
+            return
+        if self._probe.is_attached:
+            self._probe.leave_micro_step()
+        self._mark_unmeasured(self._phase_between)
+        if is_rolled_back:
             self._timeline.roll_back()
-            self._stepped_at = perf_counter_ns()
-        self._timeline.enter(self._phase_between)
-        if has_ended and not is_measured:
+        elif has_ended:
             self._timeline.end_unmeasured_step()
+            self._num_unmeasured += 1
+            now = perf_counter_ns()
+            if now >= self.rests_until:
+                self._measure_again()
+            elif now >= self._count_at:
+                self._count_at = now + _COUNT_NANOSECONDS
+                self._count_unmeasured()
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -150,7 +157,7 @@ class Recorder(Heartbeat):
     def communicating(self) -> AbstractContextManager[None]:
         # All of an unmeasured micro-step is Phase.STEP, which is divided later as measured ones are. Communication that
         # was told apart would be counted twice.
-        return contextlib.nullcontext() if self._num_unmeasured_left else self.spending(Phase.COMMUNICATION)
+        return contextlib.nullcontext() if self.rests_until else self.spending(Phase.COMMUNICATION)
 
     def pass_step(self, step: int) -> None:
         self._heartbeat.pass_step(step)
@@ -200,23 +207,22 @@ class Recorder(Heartbeat):
         finally:
             self._timeline.enter(before)
 
-    def around_boundary(self, pass_boundary: Callable[[], None]) -> Callable[[], None]:
-        """``pass_boundary`` with its time counted as agreement."""
-        enter = self._timeline.enter
+    @contextlib.contextmanager
+    def at_boundary(self) -> Iterator[None]:
+        """A context in which a boundary is passed; its time counts as agreement.
 
-        def pass_it() -> None:
-            if self._num_unmeasured_left:  # a boundary that waits for other ranks says so by ``during``
-                pass_boundary()
-                return
-            before = enter(Phase.AGREEMENT)
-            if self._surveyor is not None:
-                self._surveyor.reach_boundary()
-            try:
-                pass_boundary()
-            finally:
-                enter(before)
-
-        return pass_it
+        While steps are not measured it does nothing: a boundary that waits for other ranks says so by ``during``.
+        """
+        if self.rests_until:
+            yield
+            return
+        before = self._timeline.enter(Phase.AGREEMENT)
+        if self._surveyor is not None:
+            self._surveyor.reach_boundary()
+        try:
+            yield
+        finally:
+            self._timeline.enter(before)
 
     def begin_epoch(self) -> None:
         """Count time between steps for the next step again, and not as outside of epochs: an epoch begins."""
@@ -237,39 +243,34 @@ class Recorder(Heartbeat):
         """Begin the first step: the window of the startup ends."""
         self._has_begun = True
         self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
-        self._stepped_at = perf_counter_ns()
         self._close()
+        self._pace.begin_look(perf_counter_ns())
         self._probe.attach()
 
     def _end_step(self) -> None:
-        now = perf_counter_ns()
-        seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
         is_measured = self._is_measured and self._probe.has_seen  # else hooks do not see this model called
         if self._windows.end_step(is_measured=is_measured) or self._is_changed:
             self._close()
-        self._num_unmeasured_left = self._pace.end_step(seconds)
-        if self._num_unmeasured_left:
-            if self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations from waiting
-                self._probe.detach()
-            self._num_unmeasured, self._unmeasured_since = 0, now
-            self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
-
-    # Where steps are short, training waits for this one at the end of most of them.
-    def _end_unmeasured_step(self) -> None:
         now = perf_counter_ns()
-        self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
-        self._stepped_at = now
-        self._num_unmeasured += 1
-        self._num_unmeasured_left -= 1
-        if not self._num_unmeasured_left or self._num_long == _MOST_LONG:
-            self._measure_again()
-        elif self._num_unmeasured == _MOST_UNTOLD:
-            self._count_unmeasured()
+        self.rests_until, self._count_at = self._pace.end_step(now), now + _COUNT_NANOSECONDS
+        if self.rests_until and self._tells_waits and self._probe.may_detach():  # else hooks tell evaluations apart
+            self._probe.detach()
+
+    def _leave_measured(self, *, has_ended: bool, is_rolled_back: bool) -> None:
+        self._probe.leave_micro_step()
+        if self._surveyor is not None:
+            self._surveyor.leave(has_ended=has_ended)
+        if has_ended:
+            self._end_step()
+        elif is_rolled_back:
+            self._timeline.roll_back()
+        self._timeline.enter(self._phase_between)
 
     def _measure_again(self) -> None:
         """Measure steps again, from the next one that begins."""
-        if self._num_unmeasured_left or self._num_unmeasured:
-            self._num_unmeasured_left = 0
+        if self.rests_until or self._num_unmeasured:
+            self.rests_until = 0
+            self._pace.begin_look(perf_counter_ns())
             self._is_measured = False  # the step that may be under way
             self._probe.attach()
             self._count_unmeasured()
@@ -277,11 +278,8 @@ class Recorder(Heartbeat):
     def _count_unmeasured(self) -> None:
         """Count the steps that were not measured in the window."""
         num_unmeasured, self._num_unmeasured = self._num_unmeasured, 0
-        if num_unmeasured:
-            self._pace.end_unmeasured_steps(num_unmeasured, (self._stepped_at - self._unmeasured_since) * 1e-9)
-            self._unmeasured_since = self._stepped_at
-            if self._windows.end_unmeasured_steps(num_unmeasured) or self._is_changed:
-                self._close()
+        if num_unmeasured and (self._windows.end_unmeasured_steps(num_unmeasured) or self._is_changed):
+            self._close()
 
     def _close(self) -> None:
         self._is_changed = False

@@ -29,6 +29,7 @@ from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, GivenSeat
 from elastic_ext.torch_private.groups import set_limit, store_of_default_group
 
 from .board import Board, BoardGone
+from .deadlines import OwnedThread
 from .notices import Notices, Trouble
 from .world import PeerName, World
 
@@ -38,7 +39,10 @@ _logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
 _MOST_TRACEBACK = 20_000
+_END_SECONDS = 10.0  # of a group that is destroyed, and takes some 50 ms
 _PREFIX = "elastic_ext"
+_LENGTH_BYTES = 8
+_GATHERED_AT_ONCE, _SENT_AT_ONCE = 248, 8184  # bytes that go with their length, and take no second collective
 
 
 class PendingSum:
@@ -81,6 +85,7 @@ class Ranks:
         self._timeout_seconds = timeout_seconds
         self._agents_folder = agents_folder
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
+        self._ending: list[OwnedThread] = []  # that let go of process groups
         self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
     @classmethod
@@ -115,6 +120,7 @@ class Ranks:
         ``seconds`` no collective of the new world takes longer, until ``lift_limit``. ``members`` is the version of the
         plan by which these ranks come together.
         """
+        self.wait_for_ends()
         self._let_go()
         form()
         self._join(seconds)
@@ -163,6 +169,24 @@ class Ranks:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+            groups: list[object] = [group]
+            del group
+            self.end_beside(groups)
+
+    def end_beside(self, groups: list[object]) -> None:
+        """Let go of destroyed process groups, and empty the list of them, beside what this thread does next.
+
+        Their connections close at once, which peers may wait for; torch waits some 10 ms for each of them.
+        """
+        self._ending = [each for each in self._ending if each.is_alive()]
+        self._ending.append(OwnedThread(groups.clear, name="elastic_ext groups end"))
+        self._ending[-1].start()
+
+    def wait_for_ends(self) -> None:
+        """Return once process groups that were let go of have ended."""
+        for each in self._ending:
+            each.wait(_END_SECONDS)
+        self._ending = []
 
     @property
     def rank(self) -> int:
@@ -213,27 +237,42 @@ class Ranks:
         """The bytes that each rank gave, in rank order; lengths may differ."""
         if self._group is None:
             return [data]
-        lengths = self.sum([len(data) if rank == self.rank else 0 for rank in range(self.world_size)], doing)
-        padded = bytearray(data.ljust(max(max(lengths), 1), b"\0"))
-        mine = torch.frombuffer(padded, dtype=torch.uint8)
-        received = [bytearray(len(padded)) for _ in lengths]
-        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
-        self._wait(self._begin(lambda: dist.all_gather(tensors, mine, self._group, async_op=True), doing), doing)
+        at_once = self._gather_equal(_with_length(data, _GATHERED_AT_ONCE), doing)
+        lengths = [_length_of(each) for each in at_once]
+        if max(lengths) <= _GATHERED_AT_ONCE:
+            return [_after_length(each) for each in at_once]
+        received = self._gather_equal(bytearray(data.ljust(max(lengths), b"\0")), doing)
         return [bytes(buffer[:length]) for buffer, length in zip(received, lengths, strict=True)]
+
+    def _gather_equal(self, data: bytearray, doing: str) -> list[bytearray]:
+        """The bytes that each rank gave, all of which give equally many."""
+        received = [bytearray(len(data)) for _ in range(self.world_size)]
+        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
+        mine = torch.frombuffer(data, dtype=torch.uint8)
+        self._wait(self._begin(lambda: dist.all_gather(tensors, mine, self._group, async_op=True), doing), doing)
+        return received
 
     def broadcast(self, data: bytes, source: int, doing: str) -> bytes:
         """The bytes that rank ``source`` gave, on all ranks."""
         if self._group is None:
             return data
-        (length,) = self.sum([len(data) if self.rank == source else 0], doing)
-        buffer = bytearray(data if self.rank == source else length)
-        if length == 0:
-            return b""
+        is_source = self.rank == source
+        at_once = _with_length(data if is_source else b"", _SENT_AT_ONCE)
+        self._send(at_once, source, doing)
+        length = _length_of(at_once)
+        if length <= _SENT_AT_ONCE:
+            return _after_length(at_once)
+        buffer = bytearray(data if is_source else length)
+        self._send(buffer, source, doing)
+        return bytes(buffer)
+
+    def _send(self, buffer: bytearray, source: int, doing: str) -> None:
+        """Fill ``buffer``, of one length on all ranks, with what rank ``source`` has in it."""
+        assert self._group is not None
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
         global_source = dist.get_global_rank(self._group, source)
         work = self._begin(lambda: dist.broadcast(tensor, global_source, self._group, async_op=True), doing)
         self._wait(work, doing)
-        return bytes(buffer)
 
     def all_or_raise(self, error: BaseException | None, doing: str, *, is_refusal: bool = False) -> None:
         """Return if no rank brought an error; else every rank raises a RanksFailedError that holds all tracebacks.
@@ -260,6 +299,7 @@ class Ranks:
         board = None if self.world_size > 1 else self.board
         self.progress = lambda: "the end"
         self._let_go()
+        self.wait_for_ends()
         self.board = board
 
     def _begin(self, start: Callable[[], dist.Work | None], doing: str) -> dist.Work:
@@ -337,6 +377,19 @@ class Ranks:
             return self.notices is not None and not self.notices.troubles()
         except BoardGone:
             return False
+
+
+def _with_length(data: bytes, num_bytes: int) -> bytearray:
+    """The length of some bytes, and the first ``num_bytes`` of them, with zeros behind where there are fewer."""
+    return bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:num_bytes].ljust(num_bytes, b"\0"))
+
+
+def _length_of(buffer: bytearray) -> int:
+    return int.from_bytes(buffer[:_LENGTH_BYTES], "big")
+
+
+def _after_length(buffer: bytearray) -> bytes:
+    return bytes(buffer[_LENGTH_BYTES : _LENGTH_BYTES + _length_of(buffer)])
 
 
 def _default_place() -> tuple[int, int]:

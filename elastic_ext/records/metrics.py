@@ -55,6 +55,8 @@ class RankMetrics(JsonRecord):
     agree_every_steps: int
     from_checkpoint: Mapping[str, str] = field(default_factory=dict)
     """By dotted key, a value in force that the resumed checkpoint has brought, in words, with the script's own."""
+    not_from_checkpoint: Mapping[str, str] = field(default_factory=dict)
+    """By dotted key, a value in force that the script has in place of the resumed checkpoint's, in words, with both."""
     measures: Measures = field(default_factory=Measures)
 
     def check_read(self) -> None:

@@ -521,15 +521,19 @@ class Batches:
         self._has_passed = True
         if self.source is not None:
             self.source.commit(num_micro_steps)
-        else:
-            self._pass(num_micro_steps)
+            return
+        self._num_taken += num_micro_steps
+        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
+            self._num_taken = 0
+            if self.drawing is not None:  # what was left of an epoch has ended, and a whole one comes
+                self._fixed = FixedBatchSizes.of(self.loader)
 
     def rollback(self, num_micro_steps: int) -> None:
         """Have the samples of the step under way come again; a loader with sizes of its own has gone past them."""
         if self.source is not None:
             self.source.rollback()
         else:
-            self._pass(num_micro_steps)
+            self.commit(num_micro_steps)
 
     def position(self) -> dict[str, Any]:
         """Where the epoch stands, as plain values for a checkpoint: batches taken, and the loader's position."""
@@ -601,12 +605,6 @@ class Batches:
     def own_values(self) -> dict[str, object]:
         """Config values that a resumed config may not change: the batch size of a loader that has its own."""
         return {} if self._fixed is None else {"dataloader.batch_size": self._fixed.micro_batch}
-
-    def _pass(self, num_batches: int) -> None:
-        self._num_taken += num_batches
-        self._has_passed = True
-        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
-            self._num_taken = 0
 
     def _single_step(self) -> RankStep | None:
         """A step that has the next micro-batch alone; None where the epoch is over."""

@@ -252,18 +252,25 @@ class SamplersOfBefore:
 
     def __init__(self) -> None:
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._found: weakref.WeakSet[Any] | None = None  # before the change, where it was looked for them then
+
+    def find(self) -> None:
+        """Find the samplers that there are now, so that the next ``look`` takes no time; until it none is made."""
+        self._found = weakref.WeakSet(_distributed_samplers())
 
     def look(self, before: World, now: World, *, own: object, since: str) -> list[str]:
         """A warning for each such sampler that is alive and was not told of; ``own`` is the one that a loader adapts.
 
-        All objects of the process are gone through, once per change of members: some 0.1 s for 300,000 of them.
+        Without ``find`` all objects of the process are gone through: some 30 ms for 300,000 of them.
         """
+        known, self._found = self._found, None
         place = before.size, before.rank
         if place == (now.size, now.rank):
             return []
 
         def found() -> list[Any]:
-            made = (each for each in _distributed_samplers() if (each.num_replicas, each.rank) == place)
+            alive = _distributed_samplers() if known is None else known
+            made = (each for each in alive if (each.num_replicas, each.rank) == place)
             return [each for each in made if each is not own and each not in self._told]
 
         if not found():
@@ -281,7 +288,7 @@ def _distributed_samplers() -> list[Any]:
         kind = to_look_at.pop()
         kinds.add(kind)
         to_look_at += type.__subclasses__(kind)
-    return [each for each in gc.get_objects() if type(each) in kinds]
+    return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]  # an object refers to its class
 
 
 def _remark_on_sampler(sampler: Any, now: World, since: str) -> str:

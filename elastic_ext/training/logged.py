@@ -32,7 +32,8 @@ class LoggedNumbers:
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._counted: dict[str, _Sum] = {}  # since they were read last
-        self._under_way: dict[str, _Sum] = {}  # the same, with the step under way: the sums that its end would make
+        self.under_way: dict[str, _Sum] = {}
+        """Sums as the end of the step under way would make them, of the numbers that were logged in it."""
         self._of_window: dict[str, tuple[float, float]] = {}  # read, and not told in a window so far
         self._of_metrics: dict[str, tuple[float, float]] = {}  # read, and not told in metrics so far
         self._newest: dict[str, float] = {}
@@ -44,7 +45,7 @@ class LoggedNumbers:
         Where one of them is refused, none is added.
         """
         names = self._names if values.keys() <= self._names else self._admitted(values)
-        under_way, sums = self._under_way, dict[str, _Sum]()
+        under_way, sums = self.under_way, dict[str, _Sum]()
         for name, value in values.items():
             total, weights = under_way.get(name) or self._counted.get(name, _NOTHING)
             sums[name] = _plus(total, name, value, weight), weights + weight
@@ -53,13 +54,12 @@ class LoggedNumbers:
 
     def count(self) -> None:
         """Count the numbers of the step under way, which has committed."""
-        if self._under_way:
-            self._counted.update(self._under_way)
-            self._under_way.clear()
+        self._counted.update(self.under_way)
+        self.under_way.clear()
 
     def drop(self) -> None:
         """Forget the numbers of the step under way, which is taken back, left out, or never ended."""
-        self._under_way.clear()
+        self.under_way.clear()
 
     def take_window(self) -> dict[str, tuple[float, float]]:
         """The mean of each number since the last call, and the sum of its weights, for a profile window.
@@ -88,7 +88,7 @@ class LoggedNumbers:
 
     def _read(self) -> None:
         """Read the sums, which waits for their devices; between two steps alone, as one under way goes on."""
-        if self._under_way or not self._counted:
+        if self.under_way or not self._counted:
             return
         counted, self._counted = self._counted, {}
         values: dict[str, float] = {}

@@ -125,6 +125,8 @@ class _Pending:
     """The seats of the old world, in the order of ranks."""
     seconds: float
     """How long ranks took to decide; on those that join, 0."""
+    tells: bool
+    """Whether the scripts of some ranks are to be told of the change; on those that join not known before they come."""
 
     @property
     def new_rank(self) -> int | None:
@@ -160,12 +162,15 @@ class TrainingMembers:
         self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
         self._refused_seats: list[int] = []
-        self._wanted = 0  # the version of a plan that all ranks hold, and have not decided on
+        self.wanted = 0
+        """The version of a plan that all ranks hold, and have not decided on; 0 for none; the same on all ranks."""
         self._wanted_since = 0.0
         self._considered: tuple[MembershipPlan, Generation] | None = None  # until it is decided on
         self._pending: _Pending | None = None
         self._on_world = on_world
         self._samplers = SamplersOfBefore()
+        self.world_before: World | None = None  # of a change since which samplers were not looked at
+        self._changed_at = 0  # the step
 
     # ---- from the start to the end ----
 
@@ -185,9 +190,14 @@ class TrainingMembers:
         self._follower.agreement.held_members = self._held_version
 
     def tell_how(self) -> None:
-        """Write this worker's record, as it is known, or known anew, whether members can change while it trains."""
-        if self._watcher is not None:
-            self._why_restart = why_restart(self._training)
+        """Write this worker's record, as it is known, or known anew, whether members can change while it trains.
+
+        Who has joined has written it as it came, and does so again where that has changed.
+        """
+        if self._watcher is None:
+            return
+        before, self._why_restart = self._why_restart, why_restart(self._training)
+        if not self.joins or self._why_restart != before:
             self._write()
 
     def close(self) -> None:
@@ -196,18 +206,16 @@ class TrainingMembers:
         if self._watcher is not None:
             self._watcher.close()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a plan is to be decided on at this boundary, or at one of the next; the same on all ranks."""
-        return self._wanted > 0
-
     # ---- at a boundary ----
 
     def pass_boundary(self, version: int) -> None:
         """Decide, with all ranks, on a plan that all of them hold, if there is one; ``version`` is 0 for none."""
+        if self.world_before is not None:  # the first step among other ranks has ended, and did not wait for this
+            before, self.world_before = self.world_before, None
+            self._tell_of_samplers(before)
         if version > max(self.version, self._refused):
-            self._wanted, self._wanted_since = version, time.monotonic()
-        if self._wanted and self._pending is None and not self._follower.agreement.leaving:
+            self.wanted, self._wanted_since = version, time.monotonic()
+        if self.wanted and self._pending is None and not self._follower.agreement.leaving:
             with self._follower.heartbeat.during(Activity.MEMBERS):
                 self._consider()
 
@@ -228,13 +236,19 @@ class TrainingMembers:
         except (ElasticError, ValueError) as error:
             why_not = str(error)
         mine = Answer(
-            version=plan.version, digest=digest_of(plan), why_not=why_not, why_later=why_later, registered=own
+            version=plan.version,
+            digest=digest_of(plan),
+            why_not=why_not,
+            why_later=why_later,
+            registered=own,
+            tells=bool(self._training.on_members),
         )
         rows = ranks.gather(mine.to_json().encode(), "deciding on other members")
-        decision = decide([Answer.from_json(row.decode()) for row in rows], ranks.names)
+        answers = [Answer.from_json(row.decode()) for row in rows]
+        decision = decide(answers, ranks.names)
         if decision.kind == "later":
             return
-        self._wanted, self._considered = 0, None
+        self.wanted, self._considered = 0, None
         if decision.kind == "newer":
             return
         if decision.kind == "refuse":
@@ -243,13 +257,15 @@ class TrainingMembers:
             self.version = plan.version
             self._write()
         else:
-            self._agree(plan, groups, began)
+            self._agree(plan, groups, began, tells=any(answer.tells for answer in answers))
 
-    def _agree(self, plan: MembershipPlan, groups: Generation, began: float) -> None:
+    def _agree(self, plan: MembershipPlan, groups: Generation, began: float, *, tells: bool) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
         why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
-        why, absent = json.loads(ranks.broadcast(json.dumps([why, absent]).encode(), 0, _CALLING))
+        keeps_own = plan.world_size == ranks.world_size
+        drawn = [self._training.saved_state.drawn()] if ranks.rank == 0 and not keeps_own else []
+        why, absent, drawn = json.loads(ranks.broadcast(json.dumps([why, absent, drawn]).encode(), 0, _CALLING))
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
@@ -261,9 +277,10 @@ class TrainingMembers:
             groups=groups,
             worlds=worlds,
             holder=ranks.rank,
-            drawn=self._drawn(plan),
+            drawn=self._drawn(plan) if keeps_own else drawn,
             seats=self._seats,
             seconds=time.perf_counter() - began,
+            tells=tells,
         )
         if pending.new_rank is not None:
             self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
@@ -440,9 +457,9 @@ class TrainingMembers:
             return False
         if pending.new_rank is None:
             self._leave(pending)
-        self._settle(pending, telling)
+        pending = self._settle(pending, telling)
         self._tell_changed(pending, cost, began)
-        self._tell_of_samplers(before)
+        self.world_before = before if ranks.world.is_first_here else None
         return True
 
     def _why_not_coming_any_more(self, pending: _Pending) -> tuple[str, list[int]]:
@@ -474,10 +491,11 @@ class TrainingMembers:
             worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
-    def _settle(self, pending: _Pending, telling: bytes | None) -> None:
+    def _settle(self, pending: _Pending, telling: bytes | None) -> _Pending:
         """Have all parts follow the new world, on the ranks of it.
 
-        ``telling`` is what the first of them tells those that join, empty on others; None on those that join.
+        ``telling`` is what the first of them tells those that join, empty on others; None on those that join. Gives the
+        plan with what those who join have been told of it.
         """
         training, ranks, session = self._training, self._follower.ranks, self._training.session
         session.take_up_model()
@@ -486,12 +504,12 @@ class TrainingMembers:
             error: Exception | None = None
             if telling is None:
                 try:
-                    pending = replace(pending, drawn=told["drawn"])
+                    pending = replace(pending, drawn=told["drawn"], tells=told["tells"])
                     self._take_over(told)
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.version, self._wanted = pending.plan.version, 0
+        self.version, self.wanted, self._changed_at = pending.plan.version, 0, self._follower.step
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
         self._on_world(ranks.world)
@@ -500,6 +518,7 @@ class TrainingMembers:
         training.steps.weigh_anew()
         training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
         self._write()
+        return pending
 
     def _to_tell(self, pending: _Pending) -> dict[str, Any]:
         """All that a joiner is told, tensors of model and optimizers aside."""
@@ -515,6 +534,7 @@ class TrainingMembers:
             "state": training.saved_state.tell(),
             "saving": None if training.saving is None else training.saving.tell(),
             "drawn": pending.drawn,
+            "tells": pending.tells,
         }
 
     def _take_over(self, told: Mapping[str, Any]) -> None:
@@ -594,15 +614,16 @@ class TrainingMembers:
                 function(change)
         except Exception as caught:  # of the script: all ranks are to hear of it
             error = caught
-        follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
+        if pending.tells:
+            follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
+        elif error is not None:  # of one that was given after the ranks had decided
+            raise error
 
-    def _tell_of_samplers(self, before: World, *, has_joined: bool = False) -> None:
+    def _tell_of_samplers(self, before: World) -> None:
         """Warn of samplers of the script that are of the world ``before``: on who joins, and on one rank a machine."""
         training, world = self._training, self._follower.ranks.world
-        if not (has_joined or world.is_first_here):
-            return
         own = getattr(training.batches.loader, "sampler", None)
-        since = f"since membership {self.version} at step {self._follower.step}"
+        since = f"since membership {self.version} at step {self._changed_at}"
         for text in self._samplers.look(before, world, own=own, since=since):
             training.state.remarks.say(text, text, on_any_rank=True)
 
@@ -613,22 +634,25 @@ class TrainingMembers:
         if self._watcher is None:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
-            pending, parallel = self._called()
+            self._samplers.find()
+            pending, change = self._called()
         training = self._training
         began, before = time.perf_counter(), training.ranks.world
-        change = self._prepared(pending.worlds, pending.holder, parallel)
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
         cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
         self._ready = 0
-        self._settle(pending, None)
+        pending = self._settle(pending, None)
         self._tell_changed(pending, cost, began)
-        self._tell_of_samplers(before, has_joined=True)
+        self._tell_of_samplers(before)
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)
 
-    def _called(self) -> tuple[_Pending, ParallelPlan]:
-        """Wait until the ranks that train call this worker, answer, and wait until they tell it to go."""
+    def _called(self) -> tuple[_Pending, Change]:
+        """Wait until the ranks that train call this worker, answer, and wait until they tell it to go.
+
+        Gives the change that it makes then.
+        """
         after = 0
         while True:
             plan = self._plan_to_join(after)
@@ -643,20 +667,20 @@ class TrainingMembers:
             if call is None:
                 continue
             why_anew = why_not_these_rates(self._training, call["rates"])
-            why, pending, parallel = why_anew, None, None
+            why, pending, change = why_anew, None, None
             try:
                 why = why or differences(facts_of(self._training), call["facts"])
                 check_all_are_shared(self._training)
                 parallel = ParallelPlan(**call["plan"])
                 pending = self._pending_of(plan, groups, call)
-                self._prepared(pending.worlds, pending.holder, parallel)
+                change = self._prepared(pending.worlds, pending.holder, parallel)
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
             groups.board.post(here(ranks.seat), {"why": why, "restarts": bool(why_anew)})
             go = self._awaited(groups.quick_board, GO, None)  # they count on this worker now, whatever comes after
             if not go["why"]:
-                assert pending is not None and parallel is not None
-                return pending, parallel
+                assert pending is not None and change is not None
+                return pending, change
             _logger.warning("the ranks that train do without this worker in membership %d: %s", plan.version, go["why"])
             after = plan.version
 
@@ -695,7 +719,14 @@ class TrainingMembers:
         comers = [seat for seat in new if seat not in call["seats"]]
         holder = len(call["seats"]) + comers.index(self._follower.ranks.seat)
         return _Pending(
-            plan=plan, groups=groups, worlds=worlds, holder=holder, drawn=[], seats=call["seats"], seconds=0.0
+            plan=plan,
+            groups=groups,
+            worlds=worlds,
+            holder=holder,
+            drawn=[],
+            seats=call["seats"],
+            seconds=0.0,
+            tells=False,
         )
 
     # ---- what is known ----

@@ -52,7 +52,7 @@ from .session import Session, raise_on_all
 from .steps.device_memory import DeviceMemory
 from .steps.oom_guard import Guarding
 from .steps.retry import Attempts, Growing
-from .steps.steps import HeartbeatSteps, Steps
+from .steps.steps import Steps
 from .training import Training
 
 __all__ = ["prepare", "record"]
@@ -191,7 +191,7 @@ def prepare(
         training.parallelism = Parallelism(training)
         training.gradients.on_unused = training.spread.expect_unused
         training.gradients.before_step = session.keep_up_with_model
-    training.steps = (HeartbeatSteps if follower.heartbeat.wants_micro_steps else Steps)(training)
+    training.steps = Steps(training)
     training.attempts = Attempts(training)
     training.saved_state = TrainingState(training)
     _compare_at_agreements(training)

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ext.ranks.world import World
 
-__all__ = ["EpochLength", "LengthRemark", "Remarks", "is_looked_at", "lengths_of", "next_look", "remark_on_length"]
+__all__ = ["EpochLength", "LengthRemark", "Remarks", "lengths_of", "next_look", "remark_on_length"]
 
 _logger = logging.getLogger(__name__)
 
@@ -22,16 +22,12 @@ _MOST_BETWEEN_LOOKS = 1024
 """Steps. A look takes a few hundred microseconds: of a training of many steps, less than one in each."""
 
 
-def is_looked_at(number: int) -> bool:
-    """Whether the loop is checked in the step of that number: in the first eight, then in ever fewer.
-
-    There are four looks in each doubling of the number, until _MOST_BETWEEN_LOOKS steps lie between two.
-    """
-    return number % _between_looks(number) == 0
-
-
 def next_look(number: int) -> int:
-    """The number of the first step after ``number`` in which the loop is checked."""
+    """The number of the first step after ``number`` in which the loop is checked.
+
+    It is checked in the first eight steps, then in ever fewer: there are four looks in each doubling of the number,
+    until _MOST_BETWEEN_LOOKS steps lie between two.
+    """
     following = number + 1
     return following + -following % _between_looks(following)
 

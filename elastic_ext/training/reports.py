@@ -95,7 +95,8 @@ class TrainingReports:
         """Report that training has begun, and after which step it goes on; metrics tell what is in force from here."""
         training, follower = self._training, self._training.follower
         follower.reports.measure = self._measure
-        follower.write_metrics()
+        if not training.members.joins:  # others wait for the first step of who has joined, which writes them
+            follower.write_metrics()
         step = training.counts.global_step
         text = f"training goes on after step {step}" if step else "training begins"
         checkpoints = training.checkpoints

@@ -175,7 +175,10 @@ class Session:
         return is_there
 
     def rewind(self, step: int | None, *, skips: bool) -> Path:
-        """Go back to an earlier checkpoint, with all ranks; gives its folder. The config in force stays."""
+        """Go back to an earlier checkpoint, with all ranks; gives its folder.
+
+        The config in force stays, but for what ranks have proposed by now: that is in force from the next step.
+        """
         saving, steps = self._kept(), self.steps
         checkpoints, endless = saving.checkpoints, self.epochs.endless
         torn = steps.torn
@@ -210,13 +213,16 @@ class Session:
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
         self._training.members.follow_rewind()
+        self.follower.decide_proposals(Purpose.REWIND)
+        self._forget_change()
         self.follower.write_metrics()
         self._training.reports.tell_gone_back(text, before=before, path=loaded.path, skips=skips)
         return loaded.path
 
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
-        step, backwards = self._counts.global_step, self.steps.num_backwards
+        training = self._training
+        step, backwards = self._counts.global_step, training.steps.num_backwards
         if self._learning.is_on:  # before another config comes into force
             self._learning.end_step()
         boundary = None
@@ -228,10 +234,10 @@ class Session:
             self._learning.begin_step()
         if self._bar.is_shown:
             self._bar.advance()
-        saving, members = self._training.saving, self._training.members
+        saving, members = training.saving, training.members
         if saving is not None:
             saving.pass_boundary(step, boundary)
-        if members.is_waiting or (boundary is not None and boundary.members > 0):
+        if members.wanted or members.world_before is not None or (boundary is not None and boundary.members > 0):
             members.pass_boundary(0 if boundary is None else boundary.members)
 
     def _forget_change(self) -> None:
@@ -434,7 +440,7 @@ class Session:
         if config.values() == saved | own:
             return dict(state)
         values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)
-        return {**state, "config": values.to_dict()}
+        return {**state, "config": values.to_dict(), "saved": state["config"]}
 
     def _materialise(self) -> None:
         """Make optimizer state before the first step, on all ranks or on none."""

@@ -376,7 +376,8 @@ class ElasticTrainer:
 
         All ranks call this between two steps. The samples since then come again, in the same loop over a dataloader
         that can do that; with ``skip_samples`` they do not, and the loop goes on where it is. The config in force
-        stays. A step that was torn because an optimizer failed on all ranks is mended.
+        stays; what was proposed before this call is decided on, and in force from the next step. A step that was torn
+        because an optimizer failed on all ranks is mended.
         """
         check_flag("skip_samples", skip_samples)
         return self._prepared.rewind(step, skips=skip_samples)

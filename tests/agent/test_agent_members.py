@@ -456,6 +456,8 @@ def test_a_node_is_drained_by_a_command_from_another_node(job: Job, capsys: pyte
         assert main(["members", "drain", name, "--run-dir", str(first.run_dir)]) == 0
         assert f"{name} is told to leave now" in capsys.readouterr().out
         assert second.end() == 0, second.text
+        assert main(["status", str(second.run_dir)]) == 0
+        assert ": has left the job at step " in capsys.readouterr().out
         (stays,) = job.wait_for(1, version=3)
         assert stays in before
         wait_for_kind(first, "membership-in-force", times=2)

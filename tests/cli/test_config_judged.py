@@ -126,6 +126,39 @@ def test_a_version_that_the_job_refuses_is_told_with_the_reason_and_the_next_one
     assert json.loads(job.out)["outcome"] == "refused" and WHY in json.loads(job.out)["words"]
 
 
+def test_show_says_that_the_job_has_revised_what_the_file_says(job: Job) -> None:
+    assert job.run("set", "user.rate=50.0", "user.other=1") == 0
+    assert (job.run("show"), job.err) == (0, "")
+    job.follower.propose({"user.rate": 0.001}, "the loss has jumped")
+    end = time.monotonic() + END_SECONDS
+    while job.follower.config.revision < 1:
+        assert time.monotonic() < end
+        job.follower.boundary()
+    assert job.run("show") == 0
+    assert json.loads(job.out)["user"] == {"rate": 50.0, "other": 1}
+    assert job.err == (
+        "elastic-ext: the running job has version 1, revision 1 in force, a change that it made itself: "
+        "user.rate=0.001; the next version replaces it\n"
+    )
+    assert job.run("set", "user.other=2") == 0
+    assert job.run("show") == 0 and not job.err
+
+
+def test_without_a_file_the_version_in_force_is_told_and_the_next_one_is_above_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where a job has resumed a checkpoint of another run directory."""
+    follower = follow_config(run_dir=tmp_path / "run", job="test", agree_every_steps=1, poll_seconds=0.2)
+    follower.load_state_dict({"config": {"version": 14, "user": {"x": 1}}, "revision": 0, "step": 3})
+    with follower:
+        job = Job(tmp_path / "run", follower, capsys)
+        assert job.run("show") == 2
+        assert "config.json does not exist, and the running job has version 14 in force, of the checkpoint" in job.err
+        assert "`config set` makes one, of the version above that" in job.err
+        assert job.run("set", "user.x=2") == 0 and job.out.startswith("version 15 written\n")
+        assert "in force from step N" in job.out and follower.config.user == {"x": 2}
+
+
 def test_undo_goes_back_to_what_is_in_force_past_all_that_the_job_has_refused(job: Job) -> None:
     assert job.run("set", "user.x=1") == 0
     assert job.run("set", "user.x=2") == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_ext.cli import main
-from elastic_ext.cli.members import members_in_words, view_of
+from elastic_ext.cli.members import MembersView, members_in_words, view_of
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.processes import process_of
 from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, MEMBERSHIP_FILE, AgentRecord
@@ -43,8 +43,12 @@ def event(kind: str, text: str, time: float, **details: object) -> JobEvent:
 PLANNED = event("members-planned", "membership 4 is planned", 5.0, mode="live", plan=4)
 
 
+def members_by(plan: MembershipPlan, records: Any, events: Any, *, has_begun: bool = True) -> MembersView:
+    return view_of(plan, records, events, has_begun=has_begun)
+
+
 def test_members_are_told_with_ranks_and_seats_and_how_they_can_change() -> None:
-    view = view_of(PLAN, [record(0), record(1)], [])
+    view = members_by(PLAN, [record(0), record(1)], [])
     assert members_in_words(view) == [
         "membership 3: 2 nodes, 3 ranks: b-1 joins",
         "  a-1 on a: ranks 0 (seat 0), 1 (seat 1)",
@@ -62,7 +66,23 @@ def test_members_are_told_with_ranks_and_seats_and_how_they_can_change() -> None
     ],
 )
 def test_it_is_told_why_all_workers_would_be_started_anew(records: list[MemberRecord | None], how: str) -> None:
-    assert f"members change {how}" in members_in_words(view_of(PLAN, records, []))
+    assert f"members change {how}" in members_in_words(members_by(PLAN, records, []))
+
+
+def test_before_training_begins_it_is_not_known_how_members_can_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    not_known = "members change in a way that is not known yet: its workers have not begun to train"
+    for records in ([None], [record(0), None]):
+        assert not_known in members_in_words(members_by(PLAN, records, [], has_begun=False))
+    assert "members change while workers go on" in members_in_words(members_by(PLAN, [record(0)], [], has_begun=False))
+    (tmp_path / AGENT_FILE).write_text(agent_here().to_json())
+    (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
+    assert main(["members", "--run-dir", str(tmp_path)]) == 0
+    assert not_known in capsys.readouterr().out
+    (tmp_path / "events-0.jsonl").write_text(f"{event('training-began', 'training begins', 4.0).to_json()}\n")
+    assert main(["members", "--run-dir", str(tmp_path)]) == 0
+    assert "these do not say that they can go on" in capsys.readouterr().out
 
 
 def test_where_an_agent_asks_for_a_restart_it_does_not_matter_that_workers_could_go_on() -> None:
@@ -78,16 +98,16 @@ def test_where_an_agent_asks_for_a_restart_it_does_not_matter_that_workers_could
 
 def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:
     joining = record(5, version=0, ready=4)
-    view = view_of(PLAN, [record(0), joining], [PLANNED])
+    view = members_by(PLAN, [record(0), joining], [PLANNED])
     assert "under way: membership 4 is planned" in members_in_words(view)
     assert "  seat 5 (pid 15) ready to join by membership 4" in members_in_words(view)
     for kind in ("membership-in-force", "members-refused"):
-        view = view_of(PLAN, [record(0)], [PLANNED, event(kind, "it has ended", 6.0, plan=4)])
+        view = members_by(PLAN, [record(0)], [PLANNED, event(kind, "it has ended", 6.0, plan=4)])
         assert view.planned is None and "it has ended" in members_in_words(view)[-1]
     left = event("membership-in-force", "membership 3 is in force", 6.0, plan=3)
-    assert view_of(PLAN, [record(0)], [PLANNED, left]).planned == PLANNED, "who is to join after that is not in yet"
+    assert members_by(PLAN, [record(0)], [PLANNED, left]).planned == PLANNED, "who is to join after that is not in yet"
     anew = replace(PLANNED, details={"mode": "restart"})
-    assert view_of(PLAN, [record(0)], [anew]).planned is None
+    assert members_by(PLAN, [record(0)], [anew]).planned is None
 
 
 @pytest.mark.parametrize(

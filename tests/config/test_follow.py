@@ -64,6 +64,66 @@ def test_the_file_wins_over_the_checkpoint_and_the_checkpoint_over_the_arguments
         assert follower.config.user == {"a": "argument", "b": "checkpoint", "c": "checkpoint"}
 
 
+REVISED = {"version": 2, "optimizer": {"learning_rate": 50.0}, "checkpoint": {"now": True}, "user": {"a": 1}}
+
+
+def state_of_revision(folder: Path) -> dict[str, Any]:
+    """What a checkpoint has of a run under REVISED, whose script has lowered the rate, as JSON."""
+    put(folder, 0, REVISED)
+    with seen_by() as seen, follower_in(folder, startup={"optimizer.learning_rate": 0.002}) as follower:
+        follower.propose({"optimizer.learning_rate": 0.001}, "the loss has jumped")
+        step_until(follower, seen, lambda: follower.config.revision == 1)
+        state: dict[str, Any] = json.loads(json.dumps(follower.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+@pytest.mark.parametrize("is_of_before", [False, True], ids=["", "saved before files were"])
+def test_a_revision_holds_over_a_restart_against_the_file_that_it_has_revised(
+    folder: Path, is_started: bool, is_of_before: bool
+) -> None:
+    state = state_of_revision(folder)
+    startup: dict[str, object] = {"optimizer.learning_rate": 0.002}
+    if is_of_before:
+        del state["files"]
+    with (
+        seen_by() as seen,
+        follower_in(folder, startup=startup) if is_started else resumed(folder, startup, state) as f,
+    ):
+        if is_started:
+            f.load_state_dict(state)
+        assert f.config.label == "version 2, revision 1"
+        assert f.config.values() == {"optimizer.learning_rate": 0.001, "user.a": 1}
+        assert not f.boundary().save, "the run before has saved for the version's checkpoint.now"
+        again = f.state_dict()
+        assert again["config"] == state["config"] and len(again["files"]) == 1
+        put(folder, 0, REVISED | {"version": 3})
+        step_until(f, seen, lambda: f.config.label == "version 3")
+        assert f.config.optimizer.learning_rate == 50.0, "a newer version replaces a revision"
+    assert not told_of_file(seen.log)
+
+
+@pytest.mark.parametrize(
+    "file", [{"version": 2, "user": {"b": 2}}, {"version": 1, "user": {"b": 2}}, {"version": 3, "user": {"b": 2}}]
+)
+def test_a_file_that_is_not_the_one_that_was_revised_wins_over_the_revision(folder: Path, file: dict[str, Any]) -> None:
+    state = state_of_revision(folder)
+    put(folder, 0, file | {"optimizer": {"learning_rate": 5.0}})
+    with resumed(folder, {"optimizer.learning_rate": 0.002}, state) as follower:
+        assert follower.config.label == f"version {file['version']}"
+        assert follower.config.values() == {"optimizer.learning_rate": 5.0, "user.a": 1, "user.b": 2}
+
+
+def test_a_file_brings_what_the_script_has_put_in_place_of_a_revisions_values(folder: Path) -> None:
+    """As a plan: a run begins with its script's, and the file of the version in force has its own."""
+    put(folder, 0, {"version": 2, "user": {"plan": "file", "x": 1}})
+    saved = {"version": 2, "user": {"plan": "file", "x": 2}}
+    state = {"config": {"version": 2, "user": {"plan": "script", "x": 2}}, "saved": saved, "revision": 1, "step": 4}
+    with resumed(folder, {"user.plan": "script"}, state) as follower:
+        assert follower.config.user == {"plan": "file", "x": 2}
+        assert follower.config.label == "version 2, revision 1"
+
+
 def test_without_a_file_the_checkpoints_version_is_the_one_that_a_later_file_must_exceed(folder: Path) -> None:
     state = {"config": {"version": 7, "user": {"b": 1}}, "revision": 2, "step": 40}
     with seen_by() as seen, resumed(folder, {}, state) as follower:
@@ -541,6 +601,24 @@ def test_the_metrics_have_what_the_resumed_checkpoint_has_brought_into_force(fol
         take_step(follower, seen)
         metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
     assert metrics["from_checkpoint"] == {"optimizer.learning_rate": "0.5 (the script has 1.0)", "user.y": '"a"'}
+
+
+def test_the_metrics_have_what_the_script_has_put_in_the_place_of_the_checkpoints_values(folder: Path) -> None:
+    """As its plan, with which a run begins whatever the checkpoint has."""
+    config = {"version": 4, "parallelism": {"strategy": "no_shard", "unit": 1}, "user": {"x": 1}}
+    saved = {"version": 4, "parallelism": {"strategy": "full_shard", "unit": 1}, "user": {"x": 1}}
+    startup = {"parallelism.strategy": "no_shard", "parallelism.unit": 1, "user.x": 2}
+    with seen_by() as seen, follower_in(folder, startup=startup) as follower:
+        follower.load_state_dict({"config": config, "saved": saved, "revision": 0, "step": 9})
+        take_step(follower, seen)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+        assert metrics["not_from_checkpoint"] == {
+            "parallelism.strategy": '"no_shard" (the checkpoint has "full_shard")'
+        }
+        put(folder, 0, {"version": 5, "parallelism": {"strategy": "full_shard"}})
+        step_until(follower, seen, lambda: follower.config.version == 5)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+        assert metrics["not_from_checkpoint"] == {}
 
 
 def test_a_torch_that_was_never_tested_is_said_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

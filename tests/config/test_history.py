@@ -208,6 +208,22 @@ def test_ranks_have_refused_what_their_last_event_of_a_version_says() -> None:
     assert refused_in([applied, refused]) == {"two": "too few"}
 
 
+def test_undo_passes_over_a_version_that_only_asked_for_a_checkpoint(history: ConfigHistory) -> None:
+    for changes in ({"user.x": 1}, {"user.x": 2}, {"checkpoint.now": True}):
+        history.set(ConfigEdit(changes))
+    assert (history.undo().version, value(history)) == (4, 1)
+    assert history.undo().values() == {}
+    history.set(ConfigEdit({"user.x": 3}))
+    history.set(ConfigEdit({"checkpoint.now": True}))
+    history.set(ConfigEdit({"checkpoint.now": True}))
+    history.set(ConfigEdit({"user.x": 4}))
+    history.undo()
+    assert value(history) == 3
+    assert history.undo().values() == {}, "both that asked for a checkpoint are passed over"
+    history.set(ConfigEdit({"user.x": 5, "checkpoint.now": True}))
+    assert history.undo().values() == {}
+
+
 def test_undo_keeps_no_step_to_come(history: ConfigHistory) -> None:
     history.set(ConfigEdit({"user.x": 1}, at_step=10))
     history.set(ConfigEdit({"user.x": 2}))

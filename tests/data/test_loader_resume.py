@@ -240,7 +240,12 @@ Step = tuple[
 
 
 def train_tens(
-    folder: Path, stops_at: int | None = None, *, how: str = "crash", global_batch: int | None = BATCH
+    folder: Path,
+    stops_at: int | None = None,
+    *,
+    how: str = "crash",
+    global_batch: int | None = BATCH,
+    names_epochs: bool = True,
 ) -> list[Step]:
     """Two epochs; training stops at a step that was saved, or goes back one step or on once, as ``how`` says."""
     model = torch.nn.Linear(1, 1, bias=False).double()
@@ -288,7 +293,7 @@ def train_tens(
     with contextlib.suppress(InterruptedError), trainer:
         epoch = trainer.start_epoch
         while epoch < 2:
-            with trainer.epoch(epoch):
+            with trainer.epoch(epoch) if names_epochs else contextlib.nullcontext():
                 is_left = take(epoch)
             epoch += not is_left
     return steps
@@ -307,6 +312,13 @@ def test_an_epoch_of_batches_of_a_known_size_goes_on_to_its_last_step(
     for how in ("rewind", "leave"):
         assert train_tens(tmp_path / how, of_epoch - 1, how=how, global_batch=global_batch) == whole, how
     assert "were dropped" not in caplog.text
+
+
+def test_so_does_a_loop_that_names_no_epochs(tmp_path: Path) -> None:
+    whole = train_tens(tmp_path / "whole", names_epochs=False)
+    first = train_tens(tmp_path, 1, names_epochs=False)
+    resumed = train_tens(tmp_path, names_epochs=False)
+    assert [step[1:] for step in first + resumed] == [step[1:] for step in whole]
 
 
 # --- the same order on all ranks ------------------------------------------------------------------------------------

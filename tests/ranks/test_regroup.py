@@ -62,6 +62,36 @@ def exchanged(ranks: Ranks, own: int) -> dict[str, Any]:
     return {**found, "default group": int(default.item())}
 
 
+LENGTHS = (0, 1, 247, 248, 249, 5_000, 8_183, 8_184, 8_185, 100_000)
+"""Of bytes: about what goes in one collective, and what takes a second one."""
+
+
+def numbered(rank: int, length: int) -> bytes:
+    """That many bytes, which differ between ranks."""
+    return bytes((rank + at) % 256 for at in range(length))
+
+
+def exchanged_lengths(own: int, port: int) -> tuple[list[list[bytes]], list[bytes]]:
+    """What three ranks gather and send, of lengths that differ between ranks and that are the same."""
+    Former(own, port).of(0, (0, 1, 2))()
+    ranks = Ranks.join(timeout_seconds=SECONDS)
+    gathered = [ranks.gather(numbered(own, LENGTHS[(own + turn) % len(LENGTHS)]), "x") for turn in range(len(LENGTHS))]
+    gathered += [ranks.gather(numbered(own, length), "x") for length in LENGTHS]
+    sent = [ranks.broadcast(numbered(own, length), 1, "x") for length in LENGTHS]
+    ranks.close()
+    dist.destroy_process_group()
+    return gathered, sent
+
+
+def test_bytes_of_every_length_come_as_they_were_numbered(ranks: RankPool) -> None:
+    with agents_store() as port:
+        found = ranks.run(3, exchanged_lengths, port, process_group=False)
+    turns = range(len(LENGTHS))
+    gathered = [[numbered(rank, LENGTHS[(rank + turn) % len(LENGTHS)]) for rank in range(3)] for turn in turns]
+    gathered += [[numbered(rank, length) for rank in range(3)] for length in LENGTHS]
+    assert found == [(gathered, [numbered(1, length) for length in LENGTHS])] * 3
+
+
 def pass_through_worlds(own: int, port: int, folder: Path) -> list[tuple[dict[str, Any] | None, dict[str, int]]]:
     """Take part in all worlds that have this worker, and in one of its own meanwhile."""
     gc.collect()  # what tests before have left in this process
@@ -78,10 +108,13 @@ def pass_through_worlds(own: int, port: int, folder: Path) -> list[tuple[dict[st
             assert world is ranks.world
         assert ranks.progress() == "its own words" and ranks.slice_seconds == 0.25 and ranks.seat == own
         if own in workers:
-            found.append((exchanged(ranks, own), held()))
+            told = exchanged(ranks, own)
+            ranks.wait_for_ends()
+            found.append((told, held()))
         else:
             assert (ranks.rank, ranks.world_size, ranks.notices) == (0, 1, None)
             assert ranks.sum([7], "alone") == [7] and ranks.gather(b"x", "alone") == [b"x"]
+            ranks.wait_for_ends()
             found.append((None, held()))
     ranks.close()
     former.of(len(WORLDS), ())()

@@ -425,8 +425,9 @@ class Training:
             self.model = DistributedDataParallel(self.model)
         elif job.wraps == "fully_shard":
             by_blocks()(self.model)
-        for block in self.model.blocks if job.wraps == "blocks" else ():
-            fully_shard(block)
+        if job.wraps == "blocks":
+            for block in self.model.get_submodule("blocks").children():
+                fully_shard(block)
         self.trainer = trainer_of(
             job.folder,
             self.model,
@@ -478,6 +479,7 @@ class Training:
         if self.job.raises.get(self.seat) == "on_members":
             raise LookupError("planted in on_members")
         self.changes.append((change.version, change.step, change.rank, change.world_size))
+        self.trainer._training.ranks.wait_for_ends()
         self.held.append(held())
         self.num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert self.trainer._training.ranks.world.members == change.version
@@ -631,7 +633,7 @@ class Training:
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "position": self.loader.state_dict(),
             "own": self.own,
-            "counted": self.counted,
+            "counted": self.counted if self.job.leaves_traces else None,
             "mean": {
                 name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in self.mean.items()
             },

@@ -115,7 +115,7 @@ def test_what_a_worker_is_told_as_it_joins_says_how_far_the_others_are_and_what_
         training = others._training
         training.counts.num_boundaries = 12
         training.growing._failed_with, training.growing._takes_one = 8, False
-        pending: Any = SimpleNamespace(drawn=[])
+        pending: Any = SimpleNamespace(drawn=[], tells=False)
         told = json.loads(json.dumps(training.members._to_tell(pending)))
     with prepared(tmp_path / "mine") as mine:
         joiner = mine._training

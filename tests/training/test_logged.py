@@ -114,7 +114,7 @@ def test_sums_go_to_the_device_of_the_newest_tensor_and_no_copy_is_left_under_wa
     numbers.add({"loss": torch.tensor(2.0)}, 1)
     with Operations() as seen:
         numbers.add({"loss": torch.tensor(2.0, device="meta")}, 1)
-    assert numbers._under_way["loss"][0].device.type == "meta"  # type: ignore[union-attr]
+    assert numbers.under_way["loss"][0].device.type == "meta"  # type: ignore[union-attr]
     assert "aten._to_copy.default" in seen.names and not seen.has_non_blocking
 
 

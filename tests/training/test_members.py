@@ -460,6 +460,21 @@ def test_the_trainers_own_sampler_and_those_of_another_number_of_ranks_are_not_t
     assert samplers.look(before, now, own=own, since="since then") == [] and len(made) == 4
 
 
+def test_of_samplers_that_were_found_before_those_are_told_of_that_are_still_there() -> None:
+    names = [PeerName(rank=rank, host="h", pid=rank, seat=rank) for rank in range(8)]
+    before, now = World(rank=7, names=tuple(names)), World(rank=5, names=tuple(names[:6]))
+    samples: Any = [0] * 73
+    kept, dropped = (DistributedSampler[int](samples, 8, 7) for _ in range(2))
+    samplers = SamplersOfBefore()
+    samplers.find()
+    del dropped
+    late = DistributedSampler[int](samples, 8, 7)
+    (text,) = samplers.look(before, now, own=None, since="since then")
+    assert text.startswith("a DistributedSampler over a list of 73 samples was made for rank 7 of 8")
+    (text,) = samplers.look(before, now, own=kept, since="since then")
+    assert "of 73 samples" in text and late.rank == 7, "they are looked for anew"
+
+
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 def test_many_changes_leave_nothing_behind(ranks: RankPool, tmp_path: Path, port: int, strategy: Any) -> None:
     draw, plans, members = random.Random(3), [plan_of([0, 1])], [0, 1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import signal
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -130,6 +130,12 @@ _MOST_NAMED = 8
 _MOST_STEPS = 1 << 53
 _LEAST_SPEED = 1e-6
 _BEGAN = "training-began"
+_LEFT = "left"
+"""The kind of an agent's event: its workers have left those of other nodes, which go on."""
+_LEAVING = "leaving"
+"""The kind of an agent's event: it was told to end, or to leave the job."""
+_MEMBERS = "members-changed"
+"""The kind of a rank's event that it has come to other members, or has left them, at its step."""
 _INTERRUPTED = -signal.SIGINT
 """The exit code of a rank that a person has ended, which is no failure."""
 
@@ -207,7 +213,8 @@ def progress_of(
 ) -> ProgressStatus | None:
     """How far training is at ``now``, in seconds since 1970; None where no rank has told of a step.
 
-    ``goes_on_from`` is the step that ranks which were told to end have saved last: records may be older.
+    ``goes_on_from`` is the step that ranks which were told to end have saved last, or at which they have left: records
+    may be older.
     """
     steps = [each.step for each in ranks if each.step is not None]
     if not steps:
@@ -270,6 +277,10 @@ class NodeStatus:
     world_size: int | None
     goes_on_from: int | None
     """The step from which training can go on, where it was told to end and has saved; else None."""
+    left_at: int | None
+    """The step at which this node's workers left those of other nodes, which go on; None where they did not."""
+    is_ending: bool
+    """Whether the agent was told to end, and all of its workers have ended already."""
     model: ModelProfile | None
     progress: ProgressStatus | None
     profile: ProfileStatus | None
@@ -314,14 +325,19 @@ def status_of(files: RunFiles) -> NodeStatus:
         refusal=files.config_refusal,
         in_force=tuple(sorted({each.config_version for each in ranks if each.config_version is not None})),
     )
-    goes_on_from = None if is_running else _goes_on_from(files)
     newest = max(metrics.values(), key=lambda each: each.time, default=None)
+    last = None if any(each.state == "running" for each in ranks) else _last_of_leaving(files)
+    saved_at = last.step if last is not None and last.kind == CAN_GO_ON else None
+    is_ending = files.is_agent_running and last is not None and _is_told_to_leave(files)
+    left_at = _step_of_leaving(files, newest) if last is not None and last.kind == _LEFT else None
+    goes_on_from = saved_at if is_ending or not is_running else None
     membership = files.membership
     notes = [_left_in_words(left)] if left else []
     troubles = [f"{words}; left out here" for words in files.damaged]
     troubles += _agent_troubles(files)
     for each in ranks:
-        troubles += _rank_troubles(each, files, is_running=is_running, has_saved=goes_on_from is not None)
+        is_well = saved_at is not None or left_at is not None
+        troubles += _rank_troubles(each, files, is_running=is_running, has_left_well=is_well)
     for is_trouble, words in _metric_words(ranks):
         (troubles if is_trouble else notes).append(words)
     if is_running:
@@ -336,6 +352,8 @@ def status_of(files: RunFiles) -> NodeStatus:
         notes.append("its ranks were ended by SIGINT (Ctrl-C)")
     if goes_on_from is not None:
         notes.append(f"training was told to end, and can go on from step {goes_on_from}")
+    elif left_at is not None:
+        notes.append("its workers have left those of other nodes, which go on with the training")
     elif not is_running and not is_empty and files.workers is None:
         notes.append("its processes have ended; nothing says how")
     return NodeStatus(
@@ -348,10 +366,14 @@ def status_of(files: RunFiles) -> NodeStatus:
         master=files.master if files.is_agent_running else None,
         membership=membership,
         restart=files.workers.restart if files.workers else newest.generation if newest else None,
-        world_size=membership.world_size if membership else newest.world_size if newest else None,
+        world_size=membership.world_size if membership and left_at is None else newest.world_size if newest else None,
         goes_on_from=goes_on_from,
+        left_at=left_at,
+        is_ending=is_ending,
         model=files.model,
-        progress=progress_of(ranks, metrics, now=files.time, is_running=is_running, goes_on_from=goes_on_from),
+        progress=progress_of(
+            ranks, metrics, now=files.time, is_running=is_running, goes_on_from=_first(goes_on_from, left_at)
+        ),
         profile=profile_of(files.profiles, metrics),
         config=config,
         ranks=ranks,
@@ -430,8 +452,9 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         state = "unknown"
     measures = (metrics.measures if metrics else Measures()).at_rate(worker.steps_per_second)
     step = _first(worker.step, metrics.step if metrics else None)
-    if metrics is not None and metrics.time > files.workers.time:  # as at the end, or where the agent was killed
-        step = metrics.step
+    is_watched = state == "running" and files.is_agent_running and files.time - files.workers.time <= _SILENT_SECONDS
+    if metrics is not None and metrics.time > files.workers.time and not is_watched:
+        step = metrics.step  # of a watched worker it would be of a later moment than the steps of the others
     return RankStatus(
         rank=worker.rank,
         local_rank=worker.local_rank,
@@ -504,21 +527,41 @@ def _agent_troubles(files: RunFiles) -> Iterator[str]:
             yield f"workers of an agent that has ended still run: pid {pids}; end them before the job is started again"
 
 
-def _goes_on_from(files: RunFiles) -> int | None:
-    """The step from which training that was told to end can go on; None where its ranks do not say so.
+def _last_of_leaving(files: RunFiles) -> EventSeen | None:
+    """The last event that says how ranks which were told to end, or to leave, have done so; None where none says it.
 
-    What ranks said before training began anew does not count.
+    What was said before training began anew does not count.
     """
+    told = _told_by_this_agent(files, (_BEGAN, CAN_GO_ON, TOLD_TO_END, _LEFT))
+    return told[-1] if told and told[-1].kind != _BEGAN else None
+
+
+def _is_told_to_leave(files: RunFiles) -> bool:
+    """Whether the agent was told to end or to leave, and training has not begun anew since."""
+    told = _told_by_this_agent(files, (_BEGAN, _LEAVING))
+    return bool(told) and told[-1].kind == _LEAVING
+
+
+def _step_of_leaving(files: RunFiles, newest: RankMetrics | None) -> int:
+    """The step at which this node's workers have left those of other nodes, as far as they have told of it."""
+    told = _told_by_this_agent(files, (_MEMBERS,))
+    step = told[-1].step if told else None
+    if step is not None:
+        return step
+    return 0 if newest is None else newest.step
+
+
+def _told_by_this_agent(files: RunFiles, kinds: Collection[str]) -> list[EventSeen]:
+    """The events of these kinds since the agent was started, oldest first."""
     since = 0.0 if files.agent is None else files.agent.time
-    told = [each for each in files.events if each.kind in (_BEGAN, CAN_GO_ON, TOLD_TO_END) and each.time >= since]
-    return told[-1].step if told and told[-1].kind == CAN_GO_ON else None
+    return [each for each in files.events if each.kind in kinds and each.time >= since]
 
 
-def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_saved: bool) -> Iterator[str]:
+def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_left_well: bool) -> Iterator[str]:
     name = f"rank {rank.rank} (pid {rank.pid})"
     if rank.state == "failed" and rank.exit_code != _INTERRUPTED:
         yield f"{name} has failed: {_exit_in_words(rank.exit_code)}"
-    if rank.state == "left" and not has_saved:
+    if rank.state == "left" and not has_left_well:
         yield f"{name} was told to end (exit code {rank.exit_code}), and says nothing of having saved: look at its log"
     if rank.trouble and rank.state == "running":
         yield f"{name}: {rank.trouble}"
@@ -572,12 +615,15 @@ def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterat
 
 
 def _from_checkpoint_in_words(files: RunFiles, newest: RankMetrics | None) -> Iterator[str]:
-    """A sentence about the values in force that the resumed checkpoint has brought, and the config file leaves out."""
+    """Sentences about values that the resumed checkpoint has brought, and about the script's in place of some."""
     in_file = set() if files.config is None else set(files.config.values())
     values = {} if newest is None else newest.from_checkpoint
     told = [f"{path} {words}" for path, words in values.items() if path not in in_file]
     if told:
         yield f"from the checkpoint that was resumed, as the config file leaves it out: {', '.join(told)}"
+    if newest is not None and newest.not_from_checkpoint:
+        own = ", ".join(f"{path} {words}" for path, words in newest.not_from_checkpoint.items())
+        yield f"from the script, and not from the checkpoint that was resumed: {own}"
 
 
 def _refused_in_words(config: ConfigStatus) -> str:

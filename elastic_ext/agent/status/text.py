@@ -52,6 +52,7 @@ def line_of(status: NodeStatus, width: int | None = None) -> str:
     """The most important of one job's status, on one line of ``width`` characters: the run directory is whole."""
     running = [each for each in status.ranks if each.state == "running"]
     parts = [f"running, {_ranks_in_words(len(running))}" if status.state == "running" else status.state]
+    parts = ["ending"] if status.is_ending else ["has left the job"] if status.left_at is not None else parts
     if status.state != "running" and status.heard_seconds < math.inf:
         parts.append(f"last heard of {age_in_words(status.heard_seconds)} ago")
     if status.progress is not None:
@@ -73,6 +74,8 @@ def _heading(status: NodeStatus) -> str:
     running = sum(each.state == "running" for each in status.ranks)
     of_all = f" of {status.world_size}" if status.world_size and status.world_size > len(status.ranks) else ""
     what = f"running, {_ranks_in_words(running)}{of_all} here" if status.state == "running" else "has ended"
+    what = "ending" if status.is_ending else what
+    what = what if status.left_at is None else f"has left the job at step {status.left_at}"
     what += "" if status.goes_on_from is None else f", and can go on from step {status.goes_on_from}"
     return f"{status.job or 'a job without a name'}: {what}" + (", in trouble" if status.troubles else "")
 
@@ -200,6 +203,8 @@ def _config_in_words(config: ConfigStatus) -> str:
         file = "a file that is refused"
     if not config.in_force:
         return file
+    if config.file_version is None and not config.refusal and config.in_force[-1] > 0:
+        file = f"no file (one that is written needs version {config.in_force[-1] + 1})"
     return f"version {', '.join(map(str, config.in_force))} in force, {file}"
 
 

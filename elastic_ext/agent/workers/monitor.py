@@ -315,6 +315,13 @@ class Monitor:
             for file in self._pulse_dir.glob(kind):
                 file.unlink(missing_ok=True)
 
+    def count_anew(self) -> None:
+        """Count steps per second from the next look on: workers have come to another world.
+
+        One that has joined takes over the steps of the others, which it has not taken in that time.
+        """
+        self._rates.clear()
+
     def close(self) -> None:
         """Let go of the GPUs' driver."""
         if self._gpus is not None:

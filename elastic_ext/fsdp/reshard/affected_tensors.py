@@ -447,6 +447,9 @@ def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
 # gradients and optimizer state there are. Numbers that optimizers keep, such as counts of steps, are in it.
 
 
+_TOLD_AT_ONCE = 16_376  # bytes of an outline that go with its length, in one collective
+
+
 def outline_of(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """The outline of these parameters, their gradients, and the state that optimizers keep of them, as JSON has it.
 
@@ -480,14 +483,22 @@ def outline_of(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Opti
 def tell_outline(outline: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """The outline that rank 0 gives, on all ranks of the default group; all of them call this."""
     told = b"" if outline is None else json.dumps(outline).encode()
-    size = torch.tensor([len(told)], device=device)
-    dist.broadcast(size, 0)
-    memory = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    if told:
-        memory.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-    dist.broadcast(memory, 0)
-    found: dict[str, Any] = json.loads(bytes(memory.cpu().numpy()))
+    at_once = len(told).to_bytes(8, "big") + told[:_TOLD_AT_ONCE].ljust(_TOLD_AT_ONCE, b"\0")
+    head = _broadcast(at_once, device)
+    num_bytes = int.from_bytes(head[:8], "big")
+    if num_bytes <= _TOLD_AT_ONCE:
+        found: dict[str, Any] = json.loads(head[8 : 8 + num_bytes])
+        return found
+    rest = told[_TOLD_AT_ONCE:] if told else bytes(num_bytes - _TOLD_AT_ONCE)
+    found = json.loads(head[8:] + _broadcast(rest, device))
     return found
+
+
+def _broadcast(data: bytes, device: torch.device) -> bytes:
+    """The bytes that rank 0 of the default group gives, as many as this rank gives."""
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    dist.broadcast(memory, 0)
+    return bytes(memory.cpu().numpy())
 
 
 def begin_like(

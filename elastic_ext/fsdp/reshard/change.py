@@ -184,6 +184,8 @@ class Change:
         elif is_sharded:
             self._survey = rewire.survey(model)
         self.target = target
+        self.lists: Sequence[list[torch.Tensor]] = ()
+        """The lists of the script's in which parameters are replaced, as in the groups of optimizers."""
         self._after = target.after(self._survey)
         self._parameters = list(parameters_of(model, self._survey) if left is None else left._as_left())
         managed = {id(each.tensor) for each in self._parameters}
@@ -260,7 +262,7 @@ class Change:
         """Make the change; all ranks call this between two steps. ``group`` has all ranks, for ``device``."""
         began = time.perf_counter()
         among = _Among(agree, device, group)
-        mismatch = self._compare(among)
+        mismatch, _ = self._compare(among, None)
         if mismatch is not None:
             raise mismatch
         self._begin()
@@ -278,8 +280,7 @@ class Change:
         self._begin()
         error = self._caught(self._unwire)
         if self._worlds.has_leavers and not self.comes:
-            mismatch = self._compare(among)
-            self._move(among, error or mismatch, _Stage(self.given_plan, self._worlds.old, is_last=False))
+            self._move(among, error, _Stage(self.given_plan, self._worlds.old, is_last=False))
             error, self._has_moved = None, True
         let_go = time.perf_counter()
         self._let_go_of_groups()
@@ -290,12 +291,12 @@ class Change:
         outline = None
         if self._worlds.has_comers:
             outline = self._or_go_back(among, lambda: tell_outline(self._outline, device))
-        self._agree_or_go_back(among, error)  # all have come; groups of a mesh wait long for who is lost
-        error = self._caught(self._make_mesh)
+        if isinstance(self._after, Sharded):
+            self._agree_or_go_back(among, error)  # all have come; groups of a mesh wait long for who is lost
+            error = self._caught(self._make_mesh)
         if error is None and outline is not None and self.comes:
             error = self._caught(lambda: self._begin_like(outline))
-        mismatch = self._or_go_back(among, lambda: self._compare(among))
-        return self._complete(among, error or mismatch, began, forming_seconds)
+        return self._complete(among, error, began, forming_seconds)
 
     def _begin(self) -> None:
         """Note that the change has begun, and what there was before."""
@@ -309,9 +310,8 @@ class Change:
         num_replaced = len(self.replaced)
         if error is None:
             error = self._caught(self._wire)
-        self._agree_or_go_back(among, error)
         wired = time.perf_counter()
-        self._move(among, None, _Stage(self.bucket_plan, self._worlds.new, is_last=True))
+        self._move(among, error, _Stage(self.bucket_plan, self._worlds.new, is_last=True))
         if isinstance(self._after, Whole):
             self._after.wake()
         return self._cost(num_replaced, began, forming_seconds, wired)
@@ -336,8 +336,8 @@ class Change:
             return error.with_traceback(None)  # which keeps alive what has been taken off
         return None
 
-    def _compare(self, among: _Among) -> ElasticError | None:
-        """An error on all ranks where they would not move the same tensors."""
+    def _compare(self, among: _Among, error: BaseException | None) -> tuple[ElasticError | None, bool]:
+        """An error on all ranks where they would not move the same tensors, and whether no rank has an ``error``."""
         told = repr(
             [
                 (item.name, item.new.shape, item.item_bytes, item.old == item.new)
@@ -345,16 +345,25 @@ class Change:
                 for item in plan.items
             ]
         )
-        own = torch.tensor([turn_of(told) % (1 << 62)], device=among.device)
+        own = torch.tensor([turn_of(told) % (1 << 62), int(error is None)], device=among.device)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size(among.group))]
         dist.all_gather(found, own, group=among.group)
-        if all(bool(each == own) for each in found):
-            return None
-        return ElasticError(
+        rows = [each.tolist() for each in found]
+        are_well = all(is_well for _, is_well in rows)
+        if len({turn for turn, _ in rows}) == 1:
+            return None, are_well
+        mismatch = ElasticError(
             f"ranks would move different tensors: rank {dist.get_rank()} has {len(self.bucket_plan.items)} tensors and "
             "another rank has others, or as many of other names or shapes; train the same parameters on all ranks, "
             "and register the same state (trainer.register_state) under the same names"
         )
+        return mismatch, are_well
+
+    def _meet(self, among: _Among, error: BaseException | None) -> None:
+        """Return where no rank brings an error and all would move the same tensors; else go back, and raise on all."""
+        mismatch, are_well = self._or_go_back(among, lambda: self._compare(among, error))
+        if mismatch is not None or not are_well:
+            self._agree_or_go_back(among, error or mismatch)
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 
@@ -408,7 +417,7 @@ class Change:
             new = self._memory_for(buckets[0], stage) if buckets else []
         except Exception as caught:  # there is not enough of it, as a rule
             error = error or caught.with_traceback(None)
-        self._agree_or_go_back(among, error)
+        self._meet(among, error)
         assert exchange is not None
         self._locals_before = []
         if stage.is_last:
@@ -580,7 +589,7 @@ class Change:
                 old.detach().copy_(local)
         if new is not old:
             new.__dict__.update(rewire.noted_on(old))
-            replace_in(self._optimizers, old, new)
+            replace_in(self._optimizers, self.lists, old, new)
             replace_parameter(self._registered, old, new)
             each.tensor = new
         each.register()

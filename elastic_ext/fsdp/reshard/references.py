@@ -1,7 +1,8 @@
 """Holders: the objects that refer to a model's parameters, when these become other objects.
 
-Optimizers' groups and state, and mappings that were registered, are rewritten in place. Whatever else refers to one
-would be left with a parameter that nothing trains: Python's garbage collector finds it, and it is named.
+Optimizers' groups and state, and mappings that were registered, are rewritten in place, and so are lists from which a
+script has made an optimizer's groups, where only variables have them. Whatever else refers to one would be left with a
+parameter that nothing trains: Python's garbage collector finds it, and it is named.
 """
 
 from __future__ import annotations
@@ -12,31 +13,44 @@ import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["replace_in", "strangers"]
+__all__ = ["Holders", "holders_of", "replace_in"]
 
 
-def replace_in(optimizers: Sequence[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Have optimizers train ``new`` instead of ``old``, with the state that they have of ``old``."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Holders:
+    """What refers to parameters, beside a model, its optimizers and what is known."""
+
+    strangers: Sequence[str] = ()
+    """The holders that cannot be rewritten, in words for people."""
+    lists: Sequence[list[torch.Tensor]] = ()
+    """The lists of the script's that have the parameters of an optimizer's group, and are to be rewritten with it."""
+
+
+def replace_in(
+    optimizers: Sequence[Optimizer], lists: Iterable[list[torch.Tensor]], old: torch.Tensor, new: torch.Tensor
+) -> None:
+    """Have optimizers train ``new`` instead of ``old``, with its state; ``lists`` have it instead too."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    for members in (*groups, *lists):
+        for at, member in enumerate(members):
+            if member is old:
+                members[at] = new
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            members: list[torch.Tensor] = group["params"]
-            for at, member in enumerate(members):
-                if member is old:
-                    members[at] = new
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def strangers(
+def holders_of(
     model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Iterable[object]
-) -> list[str]:
-    """What refers to one of the parameters and is not ``known``, in words for people."""
+) -> Holders:
+    """What refers to one of the parameters and is not ``known``."""
     allowed: list[object] = [parameters, *known, *(module._parameters for module in model.modules())]
     for optimizer in optimizers:
         allowed += [optimizer.state, *(group["params"] for group in optimizer.param_groups)]
@@ -45,7 +59,30 @@ def strangers(
     wanted = set(map(id, suspects))
     with _all_tracked():
         found = [each for each in gc.get_referrers(*suspects) if id(each) not in by_id and each is not suspects]
-        return [words for each in found if (words := _in_words(each, wanted)) is not None]
+        lists = [each for each in found if _is_of_group(each, optimizers) and _is_in_variables(each, found)]
+        followed = set(map(id, lists))
+        others = (_in_words(each, wanted) for each in found if id(each) not in followed)
+        return Holders([words for words in others if words is not None], lists)
+
+
+def _is_of_group(holder: object, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether a holder is a list of the same parameters, in the same order, as a group of an optimizer."""
+    if type(holder) is not list:
+        return False
+    wanted = list(map(id, holder))
+    return any(list(map(id, group["params"])) == wanted for each in optimizers for group in each.param_groups)
+
+
+def _is_in_variables(holder: object, found: object) -> bool:
+    """Whether only variables of modules and functions have a holder: an object may keep copies beside it.
+
+    ``found`` has it too, and does not count.
+    """
+    owners = [each for each in gc.get_referrers(holder) if each is not found]
+    return all(
+        isinstance(each, (types.FrameType, types.CellType)) or (isinstance(each, dict) and _is_of_module(each))
+        for each in owners
+    )
 
 
 @contextmanager
@@ -100,8 +137,13 @@ def _is_iterator(holder: object) -> bool:
     return isinstance(holder, Iterator) and type(holder).__module__ == "builtins"
 
 
+def _is_of_module(holder: dict[Any, Any]) -> bool:
+    """Whether a dict has the names of a module."""
+    return "__name__" in holder and "__spec__" in holder
+
+
 def _dict_in_words(holder: dict[Any, Any]) -> str:
-    if "__name__" in holder and "__spec__" in holder:
+    if _is_of_module(holder):
         return f"the module {holder['__name__']}"
     for owner in gc.get_referrers(holder):
         if getattr(owner, "__dict__", None) is holder:
@@ -119,7 +161,7 @@ def _owner_of(holder: object) -> str:
             continue
         if not is_dict:
             return f", {names[0]!r} in {_kind(owner)}"
-        if "__name__" in owner and "__spec__" in owner:
+        if _is_of_module(owner):
             return f", {names[0]!r} in the module {owner['__name__']}"
         objects = [each for each in gc.get_referrers(owner) if getattr(each, "__dict__", None) is owner]
         if objects:

@@ -12,19 +12,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.torch_private.sharded import has_hooks
 
 from . import rewire
 from .ddp import WrapperlessDDP
-from .references import strangers
 from .units import Modules, Unit, UnitSettings
 
 __all__ = [
     "why_not_called",
     "why_not_cut",
+    "why_not_held",
     "why_not_leave_ddp",
     "why_not_mixed",
     "why_not_other_ranks",
@@ -40,10 +39,10 @@ _KEEPS = (
     "keeps it"
 )
 _BECOMES = (
-    "and it becomes another object when the model goes between no_shard and a sharded plan; let go of it, register it "
-    'with trainer.register_state, or choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, under '
-    "which parameters stay the same objects"
+    "and it becomes another object when the model goes between no_shard and a sharded plan; let go of it, or register "
+    "it with trainer.register_state"
 )
+_STAY = "under which parameters stay the same objects"
 
 
 def why_not_called(model: nn.Module) -> str | None:
@@ -162,20 +161,33 @@ def why_not_whole(model: nn.Module, units: Sequence[Unit], left_out: Collection[
     return f"{patched[0]} was registered as a forward method of fully_shard, {_KEEPS}" if patched else None
 
 
-def why_not_replace(
-    model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Sequence[object]
-) -> str | None:
-    """Why parameters cannot become other objects: hooks, or a holder not ``known`` to let go of them."""
+def why_not_replace(parameters: Sequence[torch.Tensor], *, is_whole: bool) -> str | None:
+    """Why parameters cannot become other objects, whole ones or sharded ones: their class, or hooks."""
     for tensor in parameters:
         if type(tensor) not in (nn.Parameter, DTensor):
-            return f"a parameter of shape {tuple(tensor.shape)} is a {type(tensor).__qualname__}, {_BECOMES}"
+            return f"a parameter of shape {tuple(tensor.shape)} is a {type(tensor).__qualname__}, {_advice(is_whole)}"
         if has_hooks(tensor):
-            return f"a parameter of shape {tuple(tensor.shape)} has hooks, {_BECOMES}"
-    found = strangers(model, optimizers, parameters, known)
-    if not found:
+            return f"a parameter of shape {tuple(tensor.shape)} has hooks, {_advice(is_whole)}"
+    return None
+
+
+def why_not_held(strangers: Sequence[str], *, is_whole: bool) -> str | None:
+    """Why parameters cannot become other objects, whole ones or sharded ones: ``strangers`` hold some of them."""
+    if not strangers:
         return None
-    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"a parameter is also held by {', '.join(found[:3])}{more}, {_BECOMES}"
+    more = f", and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+    return f"a parameter is also held by {', '.join(strangers[:3])}{more}, {_advice(is_whole)}"
+
+
+def _advice(is_whole: bool) -> str:
+    """What to do about a parameter that somebody holds as parameters become whole, or sharded."""
+    if is_whole:
+        return f'{_BECOMES}, or choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, {_STAY}'
+    kept = 'trainer.parallelize(model, ParallelPlan(strategy="hybrid_shard", shard_degree=1))'
+    return (
+        f"{_BECOMES}. Or have the script begin, at its next start, with {kept} instead of no_shard or DDP, {_STAY}: a "
+        "job that runs cannot go there any more"
+    )
 
 
 def _owners(groups: Sequence[Modules]) -> dict[int, int]:

@@ -28,9 +28,11 @@ from .change import Agree, Change, ChangeCost, Regroup, Sharded, Whole
 from .companions import Tensors
 from .ddp import WrapperlessDDP, arguments_of, make_sure_of_ddp
 from .fully_shard import make_sure_of_torch
+from .references import holders_of
 from .refusals import (
     why_not_called,
     why_not_cut,
+    why_not_held,
     why_not_leave_ddp,
     why_not_mixed,
     why_not_other_ranks,
@@ -397,7 +399,10 @@ class Spread:
         if change.replaced:
             own = [] if self._replica is None else self._replica.holders
             held = [*registered, *known, *change.holders, *own]
-            _raise(why_not_replace(self.model, optimizers, change.replaced, held))
+            _raise(why_not_replace(change.replaced, is_whole=plan.is_replicated))
+            holders = holders_of(self.model, optimizers, change.replaced, held)
+            _raise(why_not_held(holders.strangers, is_whole=plan.is_replicated))
+            change.lists = holders.lists
         return change
 
     def change(self, made: Transition, prepared: Change | None, agree: Agree) -> ChangeCost | None:

@@ -518,7 +518,7 @@ class TrainingState:
         if idle:
             text += (
                 f". {', '.join(idle)} has never stepped within a step: if it is to step after each epoch, call its "
-                f"step() once before epoch {counts['epoch']} begins"
+                f"step() once before epoch {counts['epoch']} begins, where its last_epoch is below trainer.start_epoch"
             )
         return text
 

@@ -322,7 +322,8 @@ class Gradients:
     def check(self) -> None:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state, before = self._state, self._witness
-        self._weighing.refuse_pipeline()
+        if self._weighing.is_in_pipeline:
+            self._weighing.refuse_pipeline()
         if self.on_unused is not None and state.has_backward:
             self._look_for_unused(self.on_unused)
         if state.phase.is_last:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from elastic_ext.errors import StepError
@@ -200,17 +201,15 @@ class Weighing:
         self._num_calls = 0  # in this micro-step, those within one another counted as one
         self._is_called_once = False  # in the micro-step before in which anything was weighed or counted
         self._given: list[tuple[torch.Tensor, int]] = []  # to the call under way: inputs and their versions
-        self._is_in_pipeline = False  # a stage calls the model in this micro-step
+        self.is_in_pipeline = False
+        """Whether a pipeline's stage has called the model in this micro-step."""
         self._needs_exact = ""  # why the loss of this micro-step must be weighed itself
 
     def turn_on(self, trained: Iterable[torch.Tensor]) -> None:
         """Set the hooks that see and weigh passes; ``trained`` are all parameters, the model's and others."""
         self.turn_off()
         self._own = {id(part) for entry in self._entries for part in entry.parameters()}
-        before, after = self._before_forward, self._after_forward
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is not None:  # a compiled model: what is done here is not for its graph
-            before, after = (dynamo.disable(each, reason=_NOT_COMPILED) for each in (before, after))
+        before, after = self._where_weighed(self._before_forward), self._where_weighed(self._after_forward)
         for entry in self._entries:
             if not isinstance(entry, torch.jit.ScriptModule):  # which takes no hooks: its gradients are found unweighed
                 self._handles.append(entry.register_forward_pre_hook(Hook(before), with_kwargs=True))
@@ -228,8 +227,8 @@ class Weighing:
 
     def refuse_pipeline(self) -> None:
         """Raise where a pipeline's stage has called the model in this micro-step."""
-        if self._is_in_pipeline:
-            self._is_in_pipeline = False
+        if self.is_in_pipeline:
+            self.is_in_pipeline = False
             raise StepError(pipelines.REFUSED.format("the model was called by a stage of a pipeline"))
 
     def check(self) -> None:
@@ -237,16 +236,37 @@ class Weighing:
         if self._state.has_forward and self._needs_exact:
             raise StepError(_NEEDS_EXACT.format(self._needs_exact))
 
+    def _where_weighed(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """``act`` as a hook, in micro-steps that are weighed or noticed: in the others it takes next to nothing.
+
+        A compiler makes no graph of it, nor of what it calls.
+        """
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is not None:  # a compiled model: what is done here is not for its graph
+            act = dynamo.disable(act, reason=_NOT_COMPILED)
+
+        state = self._state
+
+        def hook(*given: Any) -> Any:
+            if is_compiling() or self.counts or state.weight != 1.0:  # a compiler reads no further than to its question
+                return act(*given)
+            return None
+
+        skip = getattr(getattr(dynamo, "eval_frame", None), "skip_code", None)
+        if skip is not None:  # else a graph may be made of the hook alone
+            skip(hook.__code__)
+        return hook
+
     def _before_forward(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self._state
-        if (state.weight == 1.0 and not self.counts) or not (state.phase.is_inside and torch.is_grad_enabled()):
+        if not (state.phase.is_inside and torch.is_grad_enabled()):
             return None
         if not state.has_forward:
             state.has_forward = True
             self._needs_exact = ""
-            self._is_in_pipeline = pipelines.is_running_a_stage()
+            self.is_in_pipeline = pipelines.is_running_a_stage()
             self._depth = 0
             self._is_called_once = self._num_calls == 1
             self._num_calls = 0
@@ -265,7 +285,7 @@ class Weighing:
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         state = self._state
-        if (state.weight == 1.0 and not self.counts) or not (state.phase.is_inside and torch.is_grad_enabled()):
+        if not (state.phase.is_inside and torch.is_grad_enabled()):
             return None
         self._depth = max(self._depth - 1, 0)
         if self._depth > 0:

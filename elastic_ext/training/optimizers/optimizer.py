@@ -153,16 +153,8 @@ class ElasticOptimizer(Optimizer):
                 if state.index == 0 and _is_idle(self.param_groups):
                     return self.inner.step()  # torch.distributed.checkpoint has it make its state so
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`; call it inside")
-            given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
-            if given.get("found_inf") is not None and given.get("grad_scale") is None:
-                for name in ("found_inf", "grad_scale"):  # torch takes them back after a step() that returns
-                    given.pop(name, None)
-                raise StepError(
-                    "scaler.unscale_() was called in a micro-step that does not end a step, so accumulated gradients "
-                    "would be divided more than once; call it only `if trainer.sync_gradients:`"
-                )
-            if given.get("grad_scale") is not None:
-                state.remarks.say("a bare scaler", _BARE_SCALER)
+            if "found_inf" in vars(self.inner) or "grad_scale" in vars(self.inner):
+                self._look_at_scaler(state)
             result = None if closure is None else _evaluated(closure)
             if state.num_optimizers > 1:
                 self._gathered = state.number, self._witness()
@@ -179,7 +171,7 @@ class ElasticOptimizer(Optimizer):
             if is_running() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 raise StepError(_UNSHARED)
             state.before_optimizer()
-        if _is_left_out(self.inner):
+        if "found_inf" in vars(self.inner) and _is_left_out(self.inner):
             return None
         if state.num_optimizers == 1 and not self._has_gradient():
             self._refuse_without_gradients(state)
@@ -194,7 +186,8 @@ class ElasticOptimizer(Optimizer):
         rates = self.rates
         if rates.must_look:
             rates.look()
-        self._wait_to_change()
+        if state.before_change is not None:
+            state.before_change()
         self._begin(state)
         self._is_called = True
         try:
@@ -365,6 +358,19 @@ class ElasticOptimizer(Optimizer):
                 if part.grad is not None:
                     return True
         return False
+
+    def _look_at_scaler(self, state: StepState) -> None:
+        """Raise or warn of a GradScaler that steps in a micro-step that does not end a step."""
+        given = vars(self.inner)
+        if given.get("found_inf") is not None and given.get("grad_scale") is None:
+            for name in ("found_inf", "grad_scale"):  # torch takes them back after a step() that returns
+                given.pop(name, None)
+            raise StepError(
+                "scaler.unscale_() was called in a micro-step that does not end a step, so accumulated gradients would "
+                "be divided more than once; call it only `if trainer.sync_gradients:`"
+            )
+        if given.get("grad_scale") is not None:
+            state.remarks.say("a bare scaler", _BARE_SCALER)
 
     def _refuse_without_gradients(self, state: StepState) -> None:
         """Raise or warn where no parameter has a gradient, which torch passes over in silence."""

@@ -18,7 +18,7 @@ from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, re
 from elastic_ext.training.batches import RankStep
 from elastic_ext.training.gradients.finite import FiniteGradients
 from elastic_ext.training.optimizers.optimizer import NO_GRADIENTS_HERE
-from elastic_ext.training.remarks import is_looked_at, next_look
+from elastic_ext.training.remarks import next_look
 
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .oom_guard import StepFailure
@@ -28,7 +28,7 @@ from .state import TRANSITIONS, StepEvent, StepPhase
 if TYPE_CHECKING:
     from elastic_ext.training.training import Training
 
-__all__ = ["HeartbeatSteps", "Steps"]
+__all__ = ["Steps"]
 
 _logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -124,11 +124,10 @@ class Steps:
         self._shares_always = training.options.sync_every_micro_step
         self._counts = training.counts
         self._logged = training.logged
-        self._on_gathered_by_hand = training.session.note_gathered_by_hand
-        self._pass_boundary = training.session.pass_boundary
-        if training.recorder is not None:
-            self._pass_boundary = training.recorder.around_boundary(self._pass_boundary)
+        self._session, self._recorder = training.session, training.recorder
         self._follower = training.follower
+        heartbeat = training.follower.heartbeat
+        self._heartbeat = heartbeat if heartbeat.wants_micro_steps else None
         self._tells_of_infinities = self._scaler is not None  # once, on the first rank: others would say the same
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._by_turns = MicroStepWeights(self._step.weights)
@@ -216,7 +215,30 @@ class Steps:
             and self._batches.next_step() is self._step
         ):
             state.move(StepEvent.ENTER_LAST)
-            return
+        else:
+            self._enter()
+        if self._heartbeat is not None:
+            self._heartbeat.enter(state.index)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End a micro-step; the last one of a step passes a boundary."""
+        try:
+            if self._checks.is_inside:
+                self._checks.end_micro_step()
+            if error is None:
+                self._leave()
+            else:
+                self._fail(error)
+        finally:
+            if self._heartbeat is not None:
+                counts = self._counts
+                self._heartbeat.leave(counts.global_step, counts.num_boundaries, self._state.index)
+
+    def _enter(self) -> None:
+        """Begin a micro-step that is not like the one before."""
+        state = self._state
         takes_back = False
         if state.index == 0:
             try:
@@ -247,15 +269,8 @@ class Steps:
             self._kept.take()  # what the loop does until it leaves is to leave no trace
             self._puts_back = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End a micro-step; the last one of a step passes a boundary."""
-        if self._checks.is_inside:
-            self._checks.end_micro_step()
-        if error is not None:
-            self._fail(error)
-            return
+    def _leave(self) -> None:
+        """End a micro-step that no exception leaves."""
         state = self._state
         if state.phase is StepPhase.UNDONE:
             self._gradients.drop()  # of passes that were made since it was taken back
@@ -293,7 +308,10 @@ class Steps:
         if is_last:
             self._end(StepEvent.END)
             try:
-                self._pass_boundary()
+                if self._recorder is None or self._recorder.rests_until:
+                    self._session.pass_boundary()
+                else:
+                    self._pass_boundary()
             except ElasticError as failure:
                 if not failure.says_all:
                     raise
@@ -302,6 +320,14 @@ class Steps:
                 raise bare
         else:
             state.index += 1
+
+    def _pass_boundary(self) -> None:
+        """Pass the boundary after a step, in a context that tells how long it takes where that is measured."""
+        if self._recorder is None:
+            self._session.pass_boundary()
+        else:
+            with self._recorder.at_boundary():
+                self._session.pass_boundary()
 
     def _bare_steps(self) -> StepError | None:
         """The error of a schedule that was stepped by itself in this step; None where none was."""
@@ -482,22 +508,23 @@ class Steps:
 
     def _begin(self, keep_batch: bool) -> bool:
         """Begin a step; gives whether it is to be taken back once it is entered, as ``change_first`` says."""
-        is_first, takes_back = self.has_not_begun, False
-        self.pass_owed_boundary()
+        state, gradients = self._state, self._gradients
+        is_first, takes_back = state.phase is StepPhase.UNBEGUN, False
+        if state.phase is StepPhase.OWING:
+            self.pass_owed_boundary()
         if self._to_do_first is not None:
             act, self._to_do_first = self._to_do_first, None
             self._do_first(act)
         if self._to_change is not None:
             change, self._to_change = self._to_change, None
             takes_back = self._do_first(change)
-        if self._to_meet is not None or self._gradients.awaited:
+        if self._to_meet is not None or gradients.awaited:
             self.catch_up()
-        if self._gradients.before_step is not None:
-            self._gradients.before_step()
+        if gradients.before_step is not None:
+            gradients.before_step()
         step = self._batches.next_step(keep_batch=keep_batch)
         if step is None:
             raise StepError(_OVER)
-        state = self._state
         if step is not self._step or keep_batch is not self._keeps_batch:
             self._step, self._keeps_batch = step, keep_batch
             state.num_micro_steps = step.num_micro_steps
@@ -512,7 +539,6 @@ class Steps:
             self._enters_with_batch = self._counted.num_handed > 0
         if is_first and state.keeps_batch:  # gradients from before are no part of a step
             self._undoing.forget_gradients()
-        gradients = self._gradients
         self._was_by_function = self.by_function
         state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due(step.largest)
         if state.is_guarded:
@@ -521,10 +547,13 @@ class Steps:
         if is_watching:
             self._guarding.watch()
         snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
-        is_looked_at_now = is_looked_at(state.number)
+        is_looked_at_now = state.number >= self._next_look
+        if is_looked_at_now:
+            self._next_look = next_look(state.number)
         if is_looked_at_now and state.number > 0:  # in the first one compilers make their graphs
             self._checks.begin_step(step.sizes)
-        is_watched = gradients.are_exchanged or step.weights != (1.0,)
+        are_exchanged = gradients.are_exchanged
+        is_watched = are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         if step.num_micro_steps > 1:
@@ -532,10 +561,9 @@ class Steps:
             for optimizer in self._optimizers:
                 optimizer.begin_gathering()
         self._num_own_backwards = 0
-        self._next_look = next_look(state.number)
         is_plain = not (is_watched or is_watching or is_looked_at_now)
         self._is_like_before = keep_batch and is_plain and snapshot is None
-        if gradients.are_exchanged:
+        if are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges
         if snapshot is not None:
             snapshot.take()
@@ -619,7 +647,8 @@ class Steps:
         if has_committed:
             counts.global_step += 1
             counts.num_steps += 1
-            self._logged.count()
+            if self._logged.under_way:
+                self._logged.count()
         elif self._finite.leaves_out:
             self._logged.drop()
             self._undoing.leave_out(restores=self._keeps_all and state.num_begun == 0)
@@ -633,28 +662,35 @@ class Steps:
                 self._gradients.drop()
             elif state.num_stepped == 0 and not self._batches.is_gathered_by_hand:
                 self._batches.is_gathered_by_hand = True
-                self._on_gathered_by_hand()
+                self._session.note_gathered_by_hand()
             if self._tells_of_infinities and self._follower.ranks.rank == 0:
                 self._tell_of_infinities()
-        if self._checks.is_looking:
-            self._checks.end_step(has_committed=has_committed)
         if state.number >= state.looks_from:
             self._finite.end_step()
+        if not self._is_like_before:
+            self._end_watched(has_committed=has_committed)
+        elif state.is_exact:
+            self._gradients.end_step()
+        self.num_backwards += self._num_own_backwards
+        self._num_own_backwards = 0
+        counts.num_boundaries += 1
+        counts.num_samples += self._step.num_samples or 0
+        state.begin_anew()
+
+    def _end_watched(self, *, has_committed: bool) -> None:
+        """End a step in which something was watched, or may have been."""
+        state = self._state
+        if self._checks.is_looking:
+            self._checks.end_step(has_committed=has_committed)
         if self._guarding.is_watching:
             self._guarding.note(self._step.largest)
         if state.is_guarded:
             self._guarding.end_step(self._step.largest or 0)
             if not (self._keeps_all or self._guarding.goes_on):
                 self._kept.let_go()
-        if state.is_exact or not self._is_like_before:
-            self._gradients.end_step()
-            if self._undoing.snapshot is not None:
-                self._undoing.snapshot.end_step()
-        self.num_backwards += self._num_own_backwards
-        self._num_own_backwards = 0
-        counts.num_boundaries += 1
-        counts.num_samples += self._step.num_samples or 0
-        state.begin_anew()
+        self._gradients.end_step()
+        if self._undoing.snapshot is not None:
+            self._undoing.snapshot.end_step()
 
     @property
     def _leaves_out(self) -> bool:
@@ -672,9 +708,10 @@ class Steps:
 
     def _share_guarded(self) -> None:
         """Share the gradients of the guarded step under way, once memory has sufficed on all ranks."""
-        held = self._guarding.hear()
-        self._state.is_shared = True
-        self._guarding.average(held)
+        with self._follower.heartbeat.communicating():
+            held = self._guarding.hear()
+            self._state.is_shared = True
+            self._guarding.average(held)
 
     def _check(self) -> None:
         try:
@@ -717,31 +754,3 @@ def _is_without_gradients(error: BaseException) -> bool:
 def _is_of_bare_scaler(error: BaseException) -> bool:
     """Whether ``error`` is that of a GradScaler which has seen no gradients since its last update."""
     return isinstance(error, AssertionError) and "inf checks were recorded" in str(error)
-
-
-# --- the steps of a rank that an agent looks at ----------------------------------------------------------------------
-
-
-class HeartbeatSteps(Steps):
-    """Steps that write to the rank's heartbeat as micro-steps begin and end, where an agent reads it."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.heartbeat = training.follower.heartbeat
-
-    def _share_guarded(self) -> None:
-        with self.heartbeat.communicating():
-            super()._share_guarded()
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self.heartbeat.enter(self._state.index)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            super().__exit__(kind, error, trace)
-        finally:
-            counts = self._counts
-            self.heartbeat.leave(counts.global_step, counts.num_boundaries, self._state.index)

@@ -115,6 +115,15 @@ def test_a_job_without_an_agent_is_told_of_by_its_metrics() -> None:
     assert status.troubles == status.notes == () and status.config.in_force == (3,)
 
 
+def test_values_of_the_script_in_place_of_the_checkpoints_are_told_and_which_version_a_file_needs() -> None:
+    own = {"parallelism.strategy": '"no_shard" (the checkpoint has "full_shard")'}
+    rows = metrics(0, config_version=14, not_from_checkpoint=own), metrics(1, config_version=14)
+    status = status_of(replace(PLAIN, metrics=rows))
+    told = "from the script, and not from the checkpoint that was resumed: parallelism.strategy"
+    assert status.notes == (f'{told} "no_shard" (the checkpoint has "full_shard")',)
+    assert "version 14 in force, no file (one that is written needs version 15)\n" in words(status)
+
+
 def test_values_that_a_checkpoint_has_brought_and_the_file_leaves_out_are_told() -> None:
     brought = {"dataloader.num_workers": "6 (the script has 1)", "user.x": "2"}
     config = ElasticConfig(version=3, user={"x": 2})
@@ -219,6 +228,16 @@ def test_the_step_is_that_of_the_newest_record_or_of_the_save_that_ended_trainin
     status = status_of(saved)
     assert status.progress is not None and status.progress.step == 84
     assert ", step 84, can go on from step 84" in line_of(status)
+
+
+def test_steps_of_ranks_that_an_agent_watches_are_of_one_moment() -> None:
+    """Though one of them has written its metrics since the agent looked, and the others have not."""
+    rows = metrics(0, time=NOW - 0.1, step=58), metrics(1, time=NOW - 9, step=30)
+    status = status_of(replace(WITH_AGENT, metrics=rows))
+    assert [each.step for each in status.ranks] == [50, 50]
+    assert status.progress is not None and status.progress.step == 58
+    silent = replace(WORKERS, time=NOW - 90)
+    assert [each.step for each in status_of(replace(WITH_AGENT, workers=silent, metrics=rows)).ranks] == [58, 30]
 
 
 def test_a_folder_without_any_process_is_empty_and_healthy() -> None:
@@ -344,6 +363,44 @@ def test_a_job_that_was_told_to_end_and_saved_can_go_on_and_is_in_no_trouble() -
     one = replace(LEFT, workers=(*LEFT.workers, worker(2, state="failed", exit_code=3)))
     status = status_of(replace(ended, workers=one))
     assert status.troubles == ("rank 2 (pid 102) has failed: exit code 3",) and status.goes_on_from == 84
+
+
+def test_a_node_whose_workers_have_left_those_of_others_is_in_no_trouble() -> None:
+    events = (
+        told("training-began", 0, at=NOW - 50),
+        told("members-changed", 338, at=NOW - 5),
+        EventSeen(time=NOW - 4, source="agent", kind="left", text="..."),
+    )
+    batch = Measures(global_batch_size=32, micro_batch_size=8, num_replicas=2)
+    rows = metrics(0, measures=batch), metrics(1, measures=batch)
+    after = replace(PLAN, nodes=PLAN.nodes[1:], version=5)
+    left = replace(WITH_AGENT, living=frozenset(), workers=LEFT, events=events, metrics=rows, membership=after)
+    for is_agent_running in (True, False):
+        status = status_of(replace(left, is_agent_running=is_agent_running))
+        assert (status.troubles, status.left_at, status.goes_on_from) == ((), 338, None)
+        assert status.notes == ("its workers have left those of other nodes, which go on with the training",)
+        assert words(status).startswith("j: has left the job at step 338\n")
+        assert "32 samples a step: 2 ranks x 2 micro-batches of 8" in words(status)
+        assert line_of(status).startswith("j: has left the job, ") and "step 338" in line_of(status)
+    for more in (told("training-began", 338, at=NOW - 3), told("told-to-end", 338, at=NOW - 3)):
+        again = status_of(replace(left, is_agent_running=False, events=(*events, more)))
+        assert again.left_at is None and len(again.troubles) == 2
+
+
+def test_a_job_whose_workers_have_saved_and_ended_is_ending_until_its_agent_has() -> None:
+    saved = told("can-go-on", 84, at=NOW - 5)
+    leaving = EventSeen(time=NOW - 6, source="agent", kind="leaving", text="...")
+    over = replace(WITH_AGENT, living=frozenset(), workers=LEFT)
+    status = status_of(replace(over, events=(leaving, saved)))
+    assert (status.state, status.is_ending, status.troubles, status.goes_on_from) == ("running", True, (), 84)
+    assert words(status).startswith("j: ending, and can go on from step 84\n")
+    assert line_of(status).startswith("j: ending, step 84, ")
+    between = status_of(replace(over, events=(saved,)))  # the workers are started anew, as nodes come or go
+    assert (between.state, between.is_ending, between.troubles, between.goes_on_from) == ("running", False, (), None)
+    begun = told("training-began", 84, at=NOW - 3)
+    again = status_of(replace(WITH_AGENT, events=(leaving, saved, begun)))
+    assert (again.is_ending, again.troubles, again.goes_on_from) == (False, (), None)
+    assert "2 ranks of 4 here" in words(again)
 
 
 def test_a_job_that_a_person_has_ended_with_ctrl_c_is_in_no_trouble() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from elastic_ext.agent.workers.hangs import HangLimits
 from elastic_ext.agent.workers.monitor import GpuUse, Monitor, NvidiaGpus, ProcessTable, Watched, WorkersLook
-from elastic_ext.ranks.heartbeat import heartbeat_file
-from elastic_ext.ranks.processes import ProcessIdentity, process_of
+from elastic_ext.ranks.heartbeat import begin_heartbeat, heartbeat_file
+from elastic_ext.ranks.processes import ProcessIdentity, process_of, this_process
 from elastic_ext.records.agent import WorkersRecord
 from elastic_ext.records.measures import Measures
 from elastic_ext.records.metrics import RankMetrics
@@ -211,6 +211,24 @@ def test_without_a_pulse_the_step_rate_is_that_of_the_metrics(
         monitor = monitor_of(tmp_path, clock)
         (seen,) = look(monitor, found.watched).record.workers
         assert (seen.step, seen.steps_per_second) == ((12, 2.5) if is_its else (None, None))
+
+
+def test_steps_that_a_worker_has_taken_over_as_it_joined_others_do_not_count_as_speed(
+    tmp_path: Path, clock: Clock
+) -> None:
+    heartbeat = begin_heartbeat(tmp_path, seat=0, rank=0, restart=0, run_dir=tmp_path)
+    try:
+        watched = Watched(local_rank=0, rank=0, seat=0, process=this_process())
+        monitor = monitor_of(tmp_path, clock)
+        look(monitor, watched)
+        heartbeat.join(300, 300)
+        monitor.count_anew()  # as the plan by which it joined is in force
+        for step in range(301, 304):
+            heartbeat.leave(step, step, 0)
+            (seen,) = seen_for(monitor, clock, 1, watched).record.workers
+        assert (seen.step, seen.steps_per_second) == (303, 1.0)
+    finally:
+        heartbeat.end()
 
 
 @pytest.mark.parametrize(

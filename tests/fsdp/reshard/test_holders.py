@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_ext.fsdp.reshard.references import replace_in, strangers
+from elastic_ext.fsdp.reshard.references import holders_of, replace_in
 
 HERE: Any = sys.modules[__name__]
 Pair = namedtuple("Pair", ["weight", "bias"])
@@ -41,7 +41,7 @@ def model() -> nn.Module:
 def _found(model: nn.Module, *optimizers: Any, known: tuple[Any, ...] = ()) -> list[str]:
     gc.collect()
     parameters = list(model.parameters())
-    return strangers(model, optimizers, parameters, known)
+    return [*holders_of(model, optimizers, parameters, known).strangers]
 
 
 # --- what is found, and how it is named -----------------------------------------------------------------------------
@@ -182,6 +182,45 @@ def test_a_graph_that_is_still_there_keeps_a_parameter_out_of_sight(model: Any) 
     del loss
 
 
+# --- lists from which groups were made ------------------------------------------------------------------------------
+
+
+def _lists(model: nn.Module, *optimizers: Any) -> tuple[list[str], list[list[torch.Tensor]]]:
+    gc.collect()
+    found = holders_of(model, optimizers, list(model.parameters()), ())
+    return [*found.strangers], [*found.lists]
+
+
+def test_lists_from_which_groups_were_made_are_rewritten_with_these(model: Any) -> None:
+    HERE.decay = [each for each in model.parameters() if each.ndim > 1]
+    rest = [each for each in model.parameters() if each.ndim == 1]
+    optimizer = AdamW([{"params": HERE.decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    try:
+        strangers, lists = _lists(model, optimizer)
+        assert strangers == [] and {id(each) for each in lists} == {id(HERE.decay), id(rest)}
+        old, new = model[1].bias, nn.Parameter(torch.zeros(1))
+        replace_in([optimizer], lists, old, new)
+        assert rest[1] is new and optimizer.param_groups[1]["params"][1] is new
+        assert rest[0] is model[0].bias and [*map(id, HERE.decay)] == [id(model[0].weight), id(model[1].weight)]
+    finally:
+        del HERE.decay
+
+
+def test_a_list_with_a_fellow_or_of_other_parameters_is_named(model: Any) -> None:
+    """An object may have copies beside its list, which would be of the parameters before."""
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    average, some = Keeper(list(model.parameters())), list(model.parameters())[1:]
+    strangers, lists = _lists(model, optimizer)
+    assert sorted(strangers) == ["a list of 3", f"a list of 4, 'kept' in a {__name__}.Keeper"] and lists == []
+    del average, some
+    swapped = list(model.parameters())[::-1]
+    assert _lists(model, optimizer) == (["a list of 4"], [])
+    del swapped
+    within = [list(model.parameters())]
+    assert _lists(model, optimizer) == (["a list of 4"], [])
+    del within
+
+
 # --- put in the place of another ------------------------------------------------------------------------------------
 
 
@@ -191,7 +230,7 @@ def test_optimizers_train_another_parameter_with_the_state_of_the_old_one(model:
     optimizer.step()
     old, new = model[0].weight, nn.Parameter(torch.zeros(3, 2))
     state, members = optimizer.state[old], optimizer.param_groups[0]["params"]
-    replace_in([optimizer], old, new)
+    replace_in([optimizer], (), old, new)
     assert optimizer.param_groups[0]["params"] is members
     assert members[0] is new
     assert len(members) == 4
@@ -201,5 +240,5 @@ def test_optimizers_train_another_parameter_with_the_state_of_the_old_one(model:
 
 def test_a_parameter_without_state_gets_none(model: Any) -> None:
     optimizer = AdamW(model.parameters(), lr=0.1)
-    replace_in([optimizer], model[0].weight, nn.Parameter(torch.zeros(3, 2)))
+    replace_in([optimizer], (), model[0].weight, nn.Parameter(torch.zeros(3, 2)))
     assert len(optimizer.state) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -82,6 +83,30 @@ def _left_out(rank: int) -> None:
 
 def test_what_fully_shard_leaves_alone_may_be_of_any_shape(ranks: RankPool) -> None:
     ranks.run(2, _left_out)
+
+
+def _groups(rank: int) -> None:
+    """Lists from which groups were made have the model's parameters after each change."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    spread = make(WHOLE, model=model)[0]
+    gc.collect()  # the optimizer that was made with it, and refers to the parameters
+    decay = [part for part in model.parameters() if part.ndim > 1]
+    rest = [part for part in model.parameters() if part.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    for number, plan in enumerate([FULL, KEPT, WHOLE, FULL]):
+        take_step(spread, optimizer, number)
+        before = all_of_it(model, optimizer)
+        change(spread, plan, optimizer)
+        after = all_of_it(model, optimizer)
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert [id(part) for part in decay] == [id(layer.weight) for layer in (model[0], model[1])]
+        assert [id(part) for part in rest] == [id(layer.bias) for layer in (model[0], model[1])]
+    take_step(spread, optimizer, 9)
+    spread.close()
+
+
+def test_lists_from_which_an_optimizers_groups_were_made_keep_nothing_from_changing(ranks: RankPool) -> None:
+    ranks.run(2, _groups)
 
 
 def _registered(rank: int) -> None:

@@ -77,8 +77,10 @@ def _refused(rank: int, why: str, said: str) -> None:
         plan = WHOLE
     before = all_of_it(model, optimizer)
     objects = list(map(id, model.parameters()))
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
         change(spread, plan, optimizer)
+    advice = {"a stranger": 'or choose the strategy "hybrid_shard"', "a hook": "at its next start, with trainer.paral"}
+    assert advice.get(why, "") in str(refused.value)
     assert objects == list(map(id, model.parameters()))
     after = all_of_it(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -504,6 +504,41 @@ def test_the_scripts_own_rate_and_decay_can_be_given_back_past_a_checkpoint_that
     run(3, 0.3, 0.0)
 
 
+def test_a_rate_that_the_script_has_lowered_stays_lowered_against_the_file_that_had_set_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "0").mkdir()
+    put(tmp_path / "0", version=2, optimizer={"learning_rate": 50.0})
+
+    def run(file: dict[str, Any] | None = None, *, lowers: bool = False) -> float:
+        """A run of a step more, or of some until the rate is lowered, which are saved; gives the rate then."""
+        if file is not None:
+            put(tmp_path / "0", **file)
+        model = net(0.0, seed=0)
+        trainer = trainer_of(tmp_path, model, shared_storage_path=tmp_path / "storage")
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.002))
+        with trainer:
+            proposal = trainer.propose({"optimizer.learning_rate": 0.001}, "the loss has jumped") if lowers else None
+            while True:
+                rate = float(optimizer.effective_rates[0])
+                with trainer.step():
+                    model(make_data(4)[0]).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if proposal is None or proposal.outcome == "in force":
+                    trainer.save_checkpoint()
+                    return rate if proposal is None else float(optimizer.effective_rates[0])
+
+    caplog.set_level(logging.INFO)
+    assert run(lowers=True) == 0.001
+    assert run() == 0.001
+    (line,) = [each for each in caplog.messages if "resuming from" in each]
+    assert line.endswith("optimizer.learning_rate stays 0.001, the script's is 0.002")
+    assert [each for each in caplog.messages if "version 2, revision 1 in force from" in each]
+    assert run() == 0.001, "of what has resumed a revision, too"
+    assert run({"version": 3, "optimizer": {"learning_rate": 0.5}}) == 0.5
+
+
 def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     trainer, model, optimizer = small(tmp_path, "a")

@@ -372,6 +372,47 @@ def test_what_an_optimizer_had_not_made_yet_is_gone_again(tmp_path: Path) -> Non
         assert bits_of(run.model, list(run.inner.state.values())) == after
 
 
+def proposing_rank(rank: int, folder: Path, who: int) -> None:
+    """One rank has proposed two changes before all go back: they are in force from the first step there."""
+    run = Run(folder, "run", way="ddp", rank=rank)
+
+    def propose_and_go_back(run: Run) -> None:
+        proposals = []
+        if rank == who:
+            changes: list[dict[str, object]] = [{"optimizer.weight_decay": 0.5}, {"optimizer.learning_rate": 0.001}]
+            proposals = [run.trainer.propose(each, "the loss has jumped") for each in changes]
+        run.trainer.rewind(BACK)
+        assert run.trainer.config.label == "version 0, revision 2"
+        assert all(each.outcome == "in force" for each in proposals)
+        run.went_to = str(run.inner.param_groups[0]["weight_decay"])
+
+    with seen_by() as seen, run.trainer, run.trainer.epoch():
+        factor = 0.001 / run.trainer.config.optimizer.learning_rate
+        run.train(at={SPIKE: propose_and_go_back})
+        assert run.went_to == "0.5"
+        assert run.rates[SPIKE:] == pytest.approx([each * factor for each in run.rates[BACK:SPIKE]] + run.rates[-1:])
+    if rank == 0:
+        said = [line for line in seen.log if "version 0, revision" in line and "in force from" in line]
+        assert [f"in force from step {BACK}:" in line for line in said] == [True, True]
+
+
+def test_what_one_rank_proposed_before_all_go_back_is_in_force_from_the_first_step_there(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, proposing_rank, tmp_path, 1)
+
+
+def test_a_proposal_that_is_refused_as_training_goes_back_changes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, "run")
+    with run.trainer, run.trainer.epoch():
+        run.train(SPIKE)
+        proposal = run.trainer.propose({"parallelism.strategy": "full_shard"}, "one rank has no shards")
+        assert run.trainer.rewind(BACK).name == f"step_{BACK}"
+        assert proposal.outcome == "refused" and proposal.refusal
+        assert run.trainer.config.label == "version 0"
+        run.train()
+
+
 def follow_file_rank(rank: int, folder: Path) -> None:
     """Ranks agree, on versions and boundaries too, after they went back; a file that comes then is taken."""
     run = Run(folder, "run", way="ddp", rank=rank)

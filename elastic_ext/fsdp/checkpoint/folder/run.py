@@ -47,6 +47,7 @@ class Run:
         self._job = job
         self._folder: JobFolder | None = None  # once it is claimed
         self._claim: Claim | None = None  # on the first rank
+        self._claimed_by = 0  # the seat of the rank that has the claim
         self._id = _NOT_BEGUN
         self._came_from: Commit | None = None
         self._saved_at: int | None = None  # the global step of this run's newest checkpoint
@@ -102,6 +103,7 @@ class Run:
             path, self._id = self._storage.together(take, "claiming the job's folder of checkpoints")[0]
             self._folder = folders[0] if folders else JobFolder(Path(path))
             self._folder.on_commit = self.on_commit
+            self._claimed_by = self._ranks.world.names[0].seat
         finally:
             if self._folder is None:  # another try must not find it held by this very process
                 is_over.set()
@@ -118,6 +120,7 @@ class Run:
         return {
             "folder": None if self._folder is None else str(self._folder.path),
             "id": self._id,
+            "claimed_by": self._claimed_by,
             "came_from": None if came_from is None else came_from.to_json().decode(),
             "saved_at": self._saved_at,
         }
@@ -128,7 +131,7 @@ class Run:
         if told["folder"] is not None:
             self._folder = JobFolder(Path(told["folder"]))
             self._folder.on_commit = self.on_commit
-        self._id, self._saved_at = told["id"], told["saved_at"]
+        self._id, self._saved_at, self._claimed_by = told["id"], told["saved_at"], told["claimed_by"]
         came_from = told["came_from"]
         self._came_from = None if came_from is None else Commit.from_json(came_from.encode(), where="what was told")
 
@@ -136,9 +139,9 @@ class Run:
         """Have the folder's claim on the first of the ranks of ``world``; all of them call this.
 
         The process that had the claim releases it as it leaves, and is waited for. What it has committed last, the
-        folder says.
+        folder says. Where the first rank is the one that was, nothing is exchanged.
         """
-        if self._folder is None:
+        if self._folder is None or world.names[0].seat == self._claimed_by:
             return
         claims: list[Claim] = []
         folder = self._folder
@@ -152,6 +155,7 @@ class Run:
                     folder.newest = None if latest is None else latest.commit
 
         self._storage.together(take, "taking over the job's folder of checkpoints")
+        self._claimed_by = world.names[0].seat
         if claims:
             self._claim = claims[0]
             weakref.finalize(self, claims[0].release)
