@@ -593,7 +593,7 @@ class Training:
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.9
         self.num_passes += 1
-        self.counted += 1
+        self.counted += self.job.leaves_traces
         if self.job.gathers == 0 or self.num_passes % self.job.gathers == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()

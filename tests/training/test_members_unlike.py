@@ -144,7 +144,9 @@ def test_where_the_loop_gathers_gradients_by_itself_it_is_told_once_it_does_that
 # ---- a checkpoint that was not saved as members were to change ----
 
 
-@pytest.mark.parametrize(("goes_on", "num_samples"), [("with the epoch", 48), ("with the step", 96)])
+@pytest.mark.parametrize(
+    ("goes_on", "num_samples"), [("with the epoch", 48), pytest.param("with the step", 96, marks=pytest.mark.slow)]
+)
 def test_where_a_save_fails_before_members_change_they_stay_and_no_sample_is_left_out_or_comes_twice(
     ranks: RankPool, tmp_path: Path, port: int, goes_on: Any, num_samples: int
 ) -> None:
@@ -183,7 +185,7 @@ def test_where_a_save_fails_before_members_change_they_stay_and_no_sample_is_lef
 # ---- a step that is taken back, since members did not change as it began ----
 
 
-@pytest.mark.parametrize("rollback", ["gradients", "full"])
+@pytest.mark.parametrize("rollback", ["gradients", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_step_that_is_taken_back_as_a_change_fails_leaves_no_trace(
     ranks: RankPool, tmp_path: Path, port: int, rollback: str
 ) -> None:
@@ -221,7 +223,7 @@ def test_the_step_that_is_taken_back_as_a_change_fails_leaves_no_trace(
 # ---- a joiner that is no more ----
 
 
-@pytest.mark.parametrize("when", ["before it answers", "once it has answered"])
+@pytest.mark.parametrize("when", [pytest.param("before it answers", marks=pytest.mark.slow), "once it has answered"])
 def test_of_a_joiner_that_dies_its_agent_tells_the_ranks_and_these_do_not_wait_for_it(
     ranks: RankPool, tmp_path: Path, port: int, when: str
 ) -> None:
