@@ -237,12 +237,18 @@ class Ranks:
         """The bytes that each rank gave, in rank order; lengths may differ."""
         if self._group is None:
             return [data]
+        self._meet_patiently(doing)
         at_once = self._gather_equal(_with_length(data, _GATHERED_AT_ONCE), doing)
         lengths = [_length_of(each) for each in at_once]
         if max(lengths) <= _GATHERED_AT_ONCE:
             return [_after_length(each) for each in at_once]
         received = self._gather_equal(bytearray(data.ljust(max(lengths), b"\0")), doing)
         return [bytes(buffer[:length]) for buffer, length in zip(received, lengths, strict=True)]
+
+    def _meet_patiently(self, doing: str) -> None:
+        """Wait for the other ranks where that has a limit of its own, which only a sum can be given."""
+        if self._patience_seconds != math.inf:
+            self.sum([0], doing)
 
     def _gather_equal(self, data: bytearray, doing: str) -> list[bytearray]:
         """The bytes that each rank gave, all of which give equally many."""
@@ -256,6 +262,7 @@ class Ranks:
         """The bytes that rank ``source`` gave, on all ranks."""
         if self._group is None:
             return data
+        self._meet_patiently(doing)
         is_source = self.rank == source
         at_once = _with_length(data if is_source else b"", _SENT_AT_ONCE)
         self._send(at_once, source, doing)
