@@ -94,6 +94,7 @@ KEPT: Mapping[str, str] = {
     "training.gradients.gradients:Gradients._is_alone": "`take_up` tells it, as after each change of plan",
     "training.gradients.sharing:Averaging._group": "Guarding, which keeps it, lets go of it by its take_world",
     "training.members:TrainingMembers._pending": "of one change of members, until it is made",
+    "training.members:TrainingMembers.world_before": "the one before the last change, until samplers of it are told",
 }
 """What keeps something of a world and has no take_world: why, or by what it is told."""
 

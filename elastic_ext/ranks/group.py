@@ -85,6 +85,7 @@ class Ranks:
         self._timeout_seconds = timeout_seconds
         self._agents_folder = agents_folder
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
+        self._are_in_step = False
         self._ending: list[OwnedThread] = []  # that let go of process groups
         self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
@@ -237,18 +238,15 @@ class Ranks:
         """The bytes that each rank gave, in rank order; lengths may differ."""
         if self._group is None:
             return [data]
-        self._meet_patiently(doing)
-        at_once = self._gather_equal(_with_length(data, _GATHERED_AT_ONCE), doing)
-        lengths = [_length_of(each) for each in at_once]
-        if max(lengths) <= _GATHERED_AT_ONCE:
-            return [_after_length(each) for each in at_once]
-        received = self._gather_equal(bytearray(data.ljust(max(lengths), b"\0")), doing)
+        if self._are_in_step:
+            at_once = self._gather_equal(_with_length(data, _GATHERED_AT_ONCE), doing)
+            lengths = [_length_of(each) for each in at_once]
+            if max(lengths) <= _GATHERED_AT_ONCE:
+                return [_after_length(each) for each in at_once]
+        else:
+            lengths = self.sum([len(data) if rank == self.rank else 0 for rank in range(self.world_size)], doing)
+        received = self._gather_equal(bytearray(data.ljust(max(max(lengths), 1), b"\0")), doing)
         return [bytes(buffer[:length]) for buffer, length in zip(received, lengths, strict=True)]
-
-    def _meet_patiently(self, doing: str) -> None:
-        """Wait for the other ranks where that has a limit of its own, which only a sum can be given."""
-        if self._patience_seconds != math.inf:
-            self.sum([0], doing)
 
     def _gather_equal(self, data: bytearray, doing: str) -> list[bytearray]:
         """The bytes that each rank gave, all of which give equally many."""
@@ -262,13 +260,17 @@ class Ranks:
         """The bytes that rank ``source`` gave, on all ranks."""
         if self._group is None:
             return data
-        self._meet_patiently(doing)
         is_source = self.rank == source
-        at_once = _with_length(data if is_source else b"", _SENT_AT_ONCE)
-        self._send(at_once, source, doing)
-        length = _length_of(at_once)
-        if length <= _SENT_AT_ONCE:
-            return _after_length(at_once)
+        if self._are_in_step:
+            at_once = _with_length(data if is_source else b"", _SENT_AT_ONCE)
+            self._send(at_once, source, doing)
+            length = _length_of(at_once)
+            if length <= _SENT_AT_ONCE:
+                return _after_length(at_once)
+        else:
+            (length,) = self.sum([len(data) if is_source else 0], doing)
+            if length == 0:
+                return b""
         buffer = bytearray(data if is_source else length)
         self._send(buffer, source, doing)
         return bytes(buffer)
@@ -326,6 +328,19 @@ class Ranks:
         # What is under way keeps ``close`` waiting, and with it the end of this process, at which peers stop waiting.
         options.timeout = timedelta(seconds=self._patience_seconds + 10 * self.slice_seconds)
         return self._group.allreduce([tensor], options)
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """A context for what all ranks have just agreed to do together: short words take one collective there.
+
+        Elsewhere they begin with a sum, as boundaries do: ranks that have come apart notice it by that, where they
+        would wait for each other for ever, and a sum alone can be given a limit of its own.
+        """
+        self._are_in_step = True
+        try:
+            yield
+        finally:
+            self._are_in_step = False
 
     @contextlib.contextmanager
     def waiting_at_most(self, seconds: float, doubt: str = "") -> Iterator[None]:

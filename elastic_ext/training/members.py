@@ -216,7 +216,7 @@ class TrainingMembers:
         if version > max(self.version, self._refused):
             self.wanted, self._wanted_since = version, time.monotonic()
         if self.wanted and self._pending is None and not self._follower.agreement.leaving:
-            with self._follower.heartbeat.during(Activity.MEMBERS):
+            with self._follower.heartbeat.during(Activity.MEMBERS), self._follower.ranks.in_step():
                 self._consider()
 
     def _consider(self) -> None:
@@ -396,14 +396,14 @@ class TrainingMembers:
     def apply_between(self) -> None:
         """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
         if self._pending is not None:
-            with self._follower.heartbeat.during(Activity.MEMBERS):
+            with self._follower.heartbeat.during(Activity.MEMBERS), self._follower.ranks.in_step():
                 self._apply()
 
     def _apply_in_step(self) -> bool:
         """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
             return False
-        with self._follower.heartbeat.during(Activity.MEMBERS):
+        with self._follower.heartbeat.during(Activity.MEMBERS), self._follower.ranks.in_step():
             return not self._apply()
 
     def _apply(self) -> bool:
@@ -640,10 +640,11 @@ class TrainingMembers:
         began, before = time.perf_counter(), training.ranks.world
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
-        cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
-        self._ready = 0
-        pending = self._settle(pending, None)
-        self._tell_changed(pending, cost, began)
+        with self._follower.ranks.in_step():
+            cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
+            self._ready = 0
+            pending = self._settle(pending, None)
+            self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before)
         self._follower.agreement.held_members = self._held_version
         self._follower.heartbeat.join(self._follower.step, training.counts.num_boundaries)

@@ -3,6 +3,7 @@ the one before."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -75,9 +76,14 @@ def exchanged_lengths(own: int, port: int) -> tuple[list[list[bytes]], list[byte
     """What three ranks gather and send, of lengths that differ between ranks and that are the same."""
     Former(own, port).of(0, (0, 1, 2))()
     ranks = Ranks.join(timeout_seconds=SECONDS)
-    gathered = [ranks.gather(numbered(own, LENGTHS[(own + turn) % len(LENGTHS)]), "x") for turn in range(len(LENGTHS))]
-    gathered += [ranks.gather(numbered(own, length), "x") for length in LENGTHS]
-    sent = [ranks.broadcast(numbered(own, length), 1, "x") for length in LENGTHS]
+    gathered: list[list[bytes]] = []
+    sent: list[bytes] = []
+    for context in (ranks.in_step(), contextlib.nullcontext()):
+        with context:
+            of_turns = [numbered(own, LENGTHS[(own + turn) % len(LENGTHS)]) for turn in range(len(LENGTHS))]
+            gathered += [ranks.gather(data, "x") for data in of_turns]
+            gathered += [ranks.gather(numbered(own, length), "x") for length in LENGTHS]
+            sent += [ranks.broadcast(numbered(own, length), 1, "x") for length in LENGTHS]
     ranks.close()
     dist.destroy_process_group()
     return gathered, sent
@@ -89,7 +95,7 @@ def test_bytes_of_every_length_come_as_they_were_numbered(ranks: RankPool) -> No
     turns = range(len(LENGTHS))
     gathered = [[numbered(rank, LENGTHS[(rank + turn) % len(LENGTHS)]) for rank in range(3)] for turn in turns]
     gathered += [[numbered(rank, length) for rank in range(3)] for length in LENGTHS]
-    assert found == [(gathered, [numbered(1, length) for length in LENGTHS])] * 3
+    assert found == [(gathered * 2, [numbered(1, length) for length in LENGTHS] * 2)] * 3
 
 
 def pass_through_worlds(own: int, port: int, folder: Path) -> list[tuple[dict[str, Any] | None, dict[str, int]]]:
