@@ -22,18 +22,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
-from torch.utils.data import IterableDataset
 
 from elastic_ext.config.agreement import JoinedAgreement
 from elastic_ext.config.control_word import Purpose
-from elastic_ext.data.sources import CountedSource, RewindableSource
 from elastic_ext.errors import ElasticError, RanksFailedError
 from elastic_ext.fsdp.checkpoint.contents import REGISTERED
-from elastic_ext.fsdp.checkpoint.job import versions
 from elastic_ext.fsdp.checkpoint.saving.collect import Comparable
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.reshard.change import Change, ChangeCost
@@ -47,7 +41,7 @@ from elastic_ext.members.checks import (
     why_not_members,
 )
 from elastic_ext.members.plan import JOINS, Member, MembershipPlan
-from elastic_ext.members.regroup import FORM_SECONDS, Generation, present_backend
+from elastic_ext.members.regroup import FORM_SECONDS, Generation
 from elastic_ext.members.store import CALL, GO, here
 from elastic_ext.members.watcher import PlanWatcher
 from elastic_ext.ranks.board import Board, BoardGone
@@ -56,11 +50,11 @@ from elastic_ext.ranks.world import World
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.text import counted, size_in_words
-from elastic_ext.torch_private.groups import groups_made
 from elastic_ext.torch_private.module_hooks import is_compiled
 
 from .checkpoints.signals import EXIT_STATUS
-from .checks import SamplersOfBefore, check_shared
+from .checks import SamplersOfBefore
+from .joining import check_all_are_shared, facts_of, why_not_these_rates, why_restart
 
 if TYPE_CHECKING:
     from .training import Training
@@ -134,7 +128,11 @@ class _Pending:
 
 
 class TrainingMembers:
-    """Which members train, on one rank: plans are watched, decided on with all ranks, applied, and told of."""
+    """Which members train, on one rank: plans are watched, decided on with all ranks, applied, and told of.
+
+    One class, though a long one: a plan that waits, is decided on or fails on the way changes the same few fields, and
+    survivors and joiners share most of what they do.
+    """
 
     def __init__(self, training: Training, *, joins: int, on_world: Callable[[World], None]) -> None:
         """``joins`` is the version of the plan that this process was started to join, 0 for none.
@@ -773,107 +771,6 @@ class TrainingMembers:
 _SECTIONS_OF_PLAN = ("parallelism", "communication")
 
 
-# --- whether members can change in a job, and what a worker that joins has to have in common with it -----------------
-
-
-def why_restart(training: Training) -> str:
-    """Why members of this job can change by a restart alone, a sentence; empty where they can change live."""
-    batches, loader = training.batches, training.batches.loader
-    if training.accelerated is not None:
-        return "accelerate has prepared the model, and keeps a world of its own"
-    if loader is not None and batches.source is None and getattr(loader, "batch_size", 0) is None:
-        return "a batch sampler of the script's own says which batches each rank has"
-    if batches.source is None or not isinstance(loader, CountedSource) or not isinstance(loader, RewindableSource):
-        kind = "no dataloader was given to the trainer" if loader is None else f"a {type(loader).__name__}"
-        return f"{kind}: only an ElasticDataLoader can be told how many ranks there are, and hand samples out again"
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return "an IterableDataset is read by each rank from a position of its own, which other ranks cannot go on from"
-    if getattr(loader, "has_own_positions", False) or batches.drawing is not None:
-        return "a batch sampler of the script's own says which batches each rank has"
-    if batches.ordered is not None and batches.ordered.draws_order:
-        return "a sampler of the script's own draws the order of samples, which ranks that come do not know"
-    if batches.is_gathered_by_hand:
-        return (
-            "the loop gathers gradients over several micro-batches by itself, and counts them from where it began: "
-            "whoever joins would step in other ones"
-        )
-    if training.options.share_weights is not None:
-        return "share_weights has a weight for each of so many ranks"
-    backend = present_backend()
-    if backend != "gloo":
-        return f"the process groups are of {backend}, which was not tried; members change live on gloo"
-    why_not = training.spread.why_not_other_ranks()
-    return why_not or why_not_other_groups(training) or ""
-
-
-def why_not_other_groups(training: Training) -> str | None:
-    """Why the process groups of the script stand against it; None where it has none, or makes them anew by itself."""
-    made = groups_made() or []
-    ours = {id(dist.group.WORLD), *map(id, training.spread.groups)}
-    others = [group for group in made if id(group) not in ours and not training.ranks.has_group(group)]
-    if not others or training.on_members:
-        return None
-    return (
-        f"the script has made {counted(len(others), 'process group')} of its own, which would end; have it make them "
-        "anew in a function that trainer.on_members() is given"
-    )
-
-
-def facts_of(training: Training) -> dict[str, Any]:
-    """What must be the same on ranks that train together, by names for people."""
-    parts = training.prepared
-    loader, root = training.batches.loader, training.spread.root
-    facts: dict[str, Any] = {
-        **versions(),
-        "the model": type(root).__name__,
-        "the optimizers": [type(each).__name__ for each in training.optimizers],
-        "the schedulers": [type(each.inner).__name__ for each in parts.schedulers],
-        "a scaler": parts.scaler is not None,
-        "registered state": sorted(training.registered),
-        "functions given to on_members": len(training.on_members),
-        "the dataset's length": _length_of(loader),
-        "drop_last": bool(getattr(loader, "drop_last", False)),
-        "rollback": str(training.options.rollback),
-        "arguments for checkpoints": training.request.to_compare(),
-        "checkpoints": None if training.checkpoints is None else str(training.checkpoints.job.root),
-        "saving beside training": None if training.checkpoints is None else training.checkpoints.job.saver.can_save,
-        "the job": None if training.checkpoints is None else training.checkpoints.job.name,
-        "agree_every_steps": training.following.agree_every_steps,
-        **{name: str(value) for name, value in training.follower.agreement.compared_at_start.items()},
-    }
-    for name, parameter in root.named_parameters():
-        is_trained = "trained" if parameter.requires_grad else "frozen"
-        facts[f"the parameter {name}"] = [list(parameter.shape), str(parameter.dtype), is_trained]
-    for name, buffer in root.named_buffers():
-        facts[f"the buffer {name}"] = [list(buffer.shape), str(buffer.dtype)]
-    sizes = [[len(group["params"]) for group in each.param_groups] for each in training.optimizers]
-    facts["the groups of parameters"] = sizes  # last: where a model differs, that says more
-    return facts
-
-
-def check_all_are_shared(training: Training) -> None:
-    """Raise where optimizers train parameters that nothing would average over the ranks: one rank alone may do that."""
-    sharing = training.gradients.sharing
-    groups = [group for each in training.prepared.optimizers for group in each.param_groups]
-    left_out = partial(sharing.left_out, as_others_join=True)
-    check_shared(training.model, groups, left_out=left_out, how=sharing.name)
-
-
-def why_not_these_rates(training: Training, theirs: Sequence[float | None]) -> str:
-    """Why a worker that joins cannot go on with the rates of a loop that writes them, a sentence; empty where it can.
-
-    ``theirs`` are, by optimizer, the rates that the scripts of the others gave, where what their loops write starts
-    from those.
-    """
-    for optimizer, given in zip(training.prepared.optimizers, theirs, strict=False):
-        if given is not None and given != optimizer.rates.given:
-            return (
-                f"the loop writes learning rates, which start from the one that {type(optimizer.inner).__name__} was "
-                f"made with: {optimizer.rates.given:g} here, and {given:g} on the ranks that train"
-            )
-    return ""
-
-
 def _why_not_coming(
     board: Board, call: Mapping[str, Any], joiners: Sequence[Member], seconds: float
 ) -> tuple[str, list[int]]:
@@ -899,13 +796,6 @@ def _refusals(board: Board, joiners: Sequence[Member]) -> tuple[str, list[int]]:
     reasons = {seat: str(answer["why"]) for seat, answer in answers.items() if answer["why"]}
     seats = [seat for seat in reasons if not answers[seat]["restarts"]]
     return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), seats
-
-
-def _length_of(loader: Any) -> int | None:
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError, NotImplementedError):
-        return None
 
 
 def _told_of(error: RanksFailedError) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, StepError
 from elastic_ext.members.checks import differences
-from elastic_ext.training.members import facts_of
+from elastic_ext.training.joining import facts_of
 from tests.support.training import trainer_of
 
 
