@@ -54,7 +54,7 @@ PARTS = (
         benchmarks=(
             Planned(name="config_latency", title="From a config file to its processes", minutes=1.0, short_minutes=0.3),
             Planned(name="master_config", title="From the master to training", minutes=1.0, short_minutes=0.4),
-            Planned(name="reshard", title="Changes of the parallel plan", minutes=14.5, short_minutes=7.5),
+            Planned(name="reshard", title="Changes of the parallel plan", minutes=14.5, short_minutes=6.4),
         ),
     ),
     Part(
@@ -94,7 +94,7 @@ PARTS = (
         question="How long is training interrupted when a process or a node comes or goes, and how many nodes can one "
         "master serve?",
         benchmarks=(
-            Planned(name="launcher", title="elastic-run beside torchrun", minutes=13.0, short_minutes=5.0),
+            Planned(name="launcher", title="elastic-run beside torchrun", minutes=13.0, short_minutes=5.4),
             Planned(name="members", title="Members that come and go", minutes=16.0, short_minutes=4.8),
             Planned(name="master_load", title="A master under load", minutes=5.0, short_minutes=4.3),
             Planned(name="master_flood", title="A master flooded by strangers", minutes=7.0, short_minutes=0.9),

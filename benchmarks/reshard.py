@@ -76,7 +76,7 @@ TOUR = (  # each strategy to each other, then units, then recomputing
     *(Way("full_shard", 2), Way("full_shard", "whole"), FULL),
     *(Way("full_shard", is_recomputed=True), FULL),
 )
-_NUM_STRATEGIES = 13  # places of the tour, each strategy to each other among them
+_NUM_STRATEGIES = 9  # places of the tour, each strategy from full_shard or no_shard and to it among them
 FASTER = QuantileTarget(quantile=0.5, at_most=0.1)
 """Of a live change's seconds, over those of the restart."""
 PEAK = QuantileTarget(quantile=1.0, at_most=2 * BUCKET_BYTES + (2 << 20))  # what is not a tensor's takes some, too
@@ -106,7 +106,7 @@ class Plan:
     num_step_rounds: int
 
     def shortened(self, share: float) -> Plan:
-        """The strategies of the tour in fewer rounds, each change with fewer restarts beside it."""
+        """The first strategies of the tour in fewer rounds, each change with fewer restarts beside it."""
         return dataclasses.replace(
             self,
             tour=self.tour if share == 1.0 else self.tour[:_NUM_STRATEGIES],

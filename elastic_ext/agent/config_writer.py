@@ -115,13 +115,13 @@ class ConfigWriter:
         with self._turn(waits=True):
             return self._write(lambda: self._patient.set(edit))
 
-    def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
+    def undo(self, refused: Collection[str] = (), *, above: int = 0) -> ElasticConfig:
         """Write the content before the present one as a new version, as ``ConfigHistory.undo``.
 
         After an OSError the file is as it was.
         """
         with self._turn(waits=True):
-            return self._write(lambda: self._patient.undo(refused))
+            return self._write(lambda: self._patient.undo(refused, above=above))
 
     def newest(self) -> tuple[int, str] | None:
         """The newest config version and its text, for other nodes to take; None before the first. It never waits."""
@@ -328,7 +328,7 @@ def config_requests(writer: ConfigWriter) -> Mapping[str, Callable[[Mapping[str,
 
     def config_undo(request: Mapping[str, Any]) -> dict[str, Any]:
         edit = record_of(ConfigEdit, request, place="config-undo.")
-        return {"config": writer.undo(edit.refused).to_dict()}
+        return {"config": writer.undo(edit.refused, above=edit.above).to_dict()}
 
     return {"config-set": config_set, "config-undo": config_undo}
 
@@ -358,9 +358,9 @@ class AgentsConfig:
         """Have the agent write the next config version."""
         return self._written({"do": "config-set", **asdict(edit)})
 
-    def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
+    def undo(self, refused: Collection[str] = (), *, above: int = 0) -> ElasticConfig:
         """Have the agent write the content before the present one as a new version."""
-        return self._written({"do": "config-undo", "refused": list(refused)})
+        return self._written({"do": "config-undo", "refused": list(refused), "above": above})
 
     def _written(self, request: Mapping[str, Any]) -> ElasticConfig:
         try:

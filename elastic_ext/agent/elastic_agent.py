@@ -590,7 +590,7 @@ class ElasticAgent(LocalElasticAgent):
             self._leave(signal.SIGTERM, why)
         if not self._has_told_drain:
             self._has_told_drain = True
-            why = f", as the job needs {self._launch.min_nodes} (--nnodes) and others leave" if is_due else ""
+            why = f", as the job needs {self._launch.min_nodes} nodes (--nnodes), and others leave" if is_due else ""
             words = f"elastic-ext members drain: this node leaves once another one has joined{why}"
             self._journal.tell("leaving", words)
 

@@ -561,7 +561,10 @@ def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int, leaving:
     if len(found) > 1:
         raise ValueError(f"{drain.node} has several nodes of the job; name one of {', '.join(found)}")
     others = [each for each in nodes if each in leaving and each != found[0]]
-    num_nodes, once = len(nodes) - len(others), f" once {', '.join(others)} has left" if others else ""
+    num_nodes, once = (
+        len(nodes) - len(others),
+        f" once {', '.join(others)} {'has' if len(others) == 1 else 'have'} left" if others else "",
+    )
     if num_nodes == 1 and not drain.after_join:
         raise ValueError(
             f"node {found[0]} is the only one of the job{once}, and the state of training would go with it; with "

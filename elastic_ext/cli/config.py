@@ -124,12 +124,16 @@ class FilesConfig:
         return [entry.to_json() for entry in self._history.entries()]
 
     def set(self, edit: ConfigEdit) -> ElasticConfig:
-        newest = self._newest_metrics()
-        above = 0 if newest is None else newest.config_version
-        return self._writer().set(replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:], above=above))
+        return self._writer().set(
+            replace(edit, refused=tuple(self.refused())[-_MOST_REFUSED:], above=self._version_in_force())
+        )
 
     def undo(self) -> ElasticConfig:
-        return self._writer().undo(list(self.refused())[-_MOST_REFUSED:])
+        return self._writer().undo(list(self.refused())[-_MOST_REFUSED:], above=self._version_in_force())
+
+    def _version_in_force(self) -> int:
+        newest = self._newest_metrics()
+        return 0 if newest is None else newest.config_version
 
     def refused(self) -> Mapping[str, str]:
         """Why the job's ranks have refused versions, by the digest of their contents, as their events say it."""
@@ -421,7 +425,10 @@ def _existing(place: ConfigPlace) -> ElasticConfig:
     if current is None:
         others = place.beside(None)
         given = f"{place.name} does not exist{', and ' if others else ''}{others}"
-        raise _refused(given, f"a config; `config set` makes one{', of the version above that' if others else ''}")
+        raise _refused(
+            given,
+            f"a config; `config set` writes one{', with the next version above the one in force' if others else ''}",
+        )
     return current
 
 

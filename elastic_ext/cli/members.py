@@ -68,7 +68,8 @@ def run_members(options: argparse.Namespace, environ: Mapping[str, str], termina
         if is_drain:
             return _drain(job, options, terminal)
         plan, records, events = _read(job)
-        view = view_of(plan, records, events, is_running=job.is_running(), has_begun=_has_begun(job))
+        since = min((agent.time for agent in job.living_agents().values()), default=0.0)
+        view = view_of(plan, records, events, has_begun=_has_begun(job), since=since, is_running=job.is_running())
     except AgentRefused as error:
         terminal.complain(f"refused: {error}")
         return _REFUSED
@@ -145,12 +146,14 @@ def view_of(
     events: Sequence[JobEvent],
     *,
     has_begun: bool = True,
+    since: float = 0.0,
     is_running: bool = True,
 ) -> MembersView:
     """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure.
 
-    ``has_begun`` is as MembersView has it. Of a job that does not run any more only the plan and the events are told:
-    nobody can join it or leave it.
+    ``has_begun`` is as MembersView has it; ``since`` says when the agents here have started, seconds since 1970: what
+    earlier ones have told of how members change is no news. Of a job that does not run any more only the plan and the
+    events are told: nobody can join it or leave it.
     """
     ends = [each.text for each in events if each.kind in _ENDS]
     events = [each for each in events if each.kind not in _ENDS]
@@ -169,7 +172,7 @@ def view_of(
             ended=ended,
         )
     said = tuple(each for each in records if each is not None)
-    told = why_restart_told(events)
+    told = why_restart_told([each for each in events if each.time >= since])
     whys = [told] if told else [each.why_restart for each in said if each.why_restart]
     changes = [each for each in events if each.kind != "membership"]
     planned = next((each for each in reversed(changes) if each.kind == "members-planned"), None)

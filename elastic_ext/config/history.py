@@ -236,10 +236,11 @@ class ConfigHistory:
             new = next_config([] if current is None else entries, edit, version=next_version(entries, edit.above))
             return self._write(new, entries)
 
-    def undo(self, refused: Collection[str] = ()) -> ElasticConfig:
+    def undo(self, refused: Collection[str] = (), *, above: int = 0) -> ElasticConfig:
         """Write the content before the present one as a new version; where the file is invalid or lost, its last one.
 
-        Versions that the job's ranks refused are passed over: ``refused`` has their digests.
+        Versions that the job's ranks refused are passed over: ``refused`` has their digests. The new version is above
+        ``above``, that of the config in force.
         """
         with self._alone() as recorded:
             try:
@@ -251,7 +252,7 @@ class ConfigHistory:
             entries = self._with_current(recorded, current)
             is_lost = current is None and recorded
             target = _newest_accepted(recorded, refused) or _SCRIPTS if is_lost else undo_target(entries, refused)
-            return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
+            return self._write(restored(target, version=next_version(entries, above)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:
         """Write a version that was made elsewhere, unchanged; False, and no write, if the file's version is as high."""

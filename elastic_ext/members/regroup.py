@@ -130,6 +130,10 @@ class Generation:
     def agree(self, error: BaseException | None) -> None:
         """Return where no rank brings an error, and raise on all where one does; from here on they wait for long."""
         self._ranks.all_or_raise(error, "changing members")
+        self.have_met()
+
+    def have_met(self) -> None:
+        """Wait for long from here on: all ranks of the world that was formed are there."""
         if self._is_limited:
             self._is_limited = False
             self._ranks.lift_limit()

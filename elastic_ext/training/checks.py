@@ -255,7 +255,7 @@ class SamplersOfBefore:
         self._found: weakref.WeakSet[Any] | None = None  # before the change, where it was looked for them then
 
     def find(self) -> None:
-        """Find the samplers that there are now, so that the next ``look`` takes no time; until it none is made."""
+        """Find the samplers that there are now, so that the next ``look`` takes no time: none is made before it."""
         self._found = weakref.WeakSet(_distributed_samplers())
 
     def look(self, before: World, now: World, *, own: object, since: str) -> list[str]:

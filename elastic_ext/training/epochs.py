@@ -194,8 +194,8 @@ class TrainingEpochs:
 
         ``is_at_end`` says that it was not, though the last samples are in no step.
         """
-        is_left = not is_at_end and self._batches.is_left_early
-        is_left |= should_stop and self._batches.is_mid_epoch
+        is_left = self._batches.is_left_early or (should_stop and self._batches.is_mid_epoch)
+        is_left = is_left and not is_at_end
         if not self._batches.may_end_apart:
             return is_left
         return self._training.ranks.sum([int(is_left)], "ending an epoch")[0] > 0

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,8 @@ class _Pending:
     """The seats of the old world, in the order of ranks."""
     seconds: float
     """How long ranks took to decide; on those that join, 0."""
+    parallel: ParallelPlan | None
+    """How the model was sharded as the plan was agreed on."""
     tells: bool
     """Whether the scripts of some ranks are to be told of the change; on those that join not known before they come."""
 
@@ -169,6 +171,7 @@ class TrainingMembers:
         self._samplers = SamplersOfBefore()
         self.world_before: World | None = None  # of a change since which samplers were not looked at
         self._changed_at = 0  # the step
+        self._began = 0.0  # when ranks began to come together for the plan at hand
 
     # ---- from the start to the end ----
 
@@ -214,13 +217,21 @@ class TrainingMembers:
         if version > max(self.version, self._refused):
             self.wanted, self._wanted_since = version, time.monotonic()
         if self.wanted and self._pending is None and not self._follower.agreement.leaving:
-            with self._follower.heartbeat.during(Activity.MEMBERS), self._follower.ranks.in_step():
+            with self._together():
                 self._consider()
 
-    def _consider(self) -> None:
-        follower, ranks = self._follower, self._follower.ranks
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context in which all ranks that train decide on a plan or apply it, once they know that all are there."""
         began = time.perf_counter()
-        follower.agreement.meet(Purpose.MEMBERS)
+        with self._follower.heartbeat.during(Activity.MEMBERS):
+            self._follower.agreement.meet(Purpose.MEMBERS)
+            with self._follower.ranks.in_step():
+                self._began = began
+                yield
+
+    def _consider(self) -> None:
+        ranks = self._follower.ranks
         assert self._watcher is not None
         plan = self._watcher.newest
         assert plan is not None
@@ -255,9 +266,9 @@ class TrainingMembers:
             self.version = plan.version
             self._write()
         else:
-            self._agree(plan, groups, began, tells=any(answer.tells for answer in answers))
+            self._agree(plan, groups, tells=any(answer.tells for answer in answers))
 
-    def _agree(self, plan: MembershipPlan, groups: Generation, began: float, *, tells: bool) -> None:
+    def _agree(self, plan: MembershipPlan, groups: Generation, *, tells: bool) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
         why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
@@ -277,14 +288,20 @@ class TrainingMembers:
             holder=ranks.rank,
             drawn=self._drawn(plan) if keeps_own else drawn,
             seats=self._seats,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - self._began,
             tells=tells,
+            parallel=self._training.spread.plan,
         )
-        if pending.new_rank is not None:
-            self._training.batches.begin(self._follower.config, num_ranks=plan.world_size, rank=pending.new_rank)
+        self._cut_for(pending)
         self._training.steps.change_first(self._apply_in_step)
         self._agreed = plan.version
         self._write()
+
+    def _cut_for(self, pending: _Pending) -> None:
+        """Cut steps for the world that ranks will be in as the next one begins."""
+        if pending.new_rank is not None:
+            num_ranks = pending.plan.world_size
+            self._training.batches.begin(self._follower.config, num_ranks=num_ranks, rank=pending.new_rank)
 
     def _drawn(self, plan: MembershipPlan) -> Sequence[Mapping[str, Any]]:
         """The states of random generators from which the ranks of ``plan`` go on; with all old ranks."""
@@ -295,9 +312,13 @@ class TrainingMembers:
         return rows if keeps_own else rows[:1]
 
     def follow_rewind(self) -> None:
-        """Have a plan that was agreed on draw as the checkpoint does to which training went back; with all ranks."""
+        """Have a plan that was agreed on draw as the checkpoint does to which training went back; with all ranks.
+
+        A config that came into force meanwhile has cut steps for the ranks that are still there.
+        """
         if self._pending is not None:
             self._pending = replace(self._pending, drawn=self._drawn(self._pending.plan))
+            self._cut_for(self._pending)
 
     def _try_out(self, plan: MembershipPlan) -> None:
         """Raise where this rank cannot go to the world of a plan, or where no rank can."""
@@ -394,14 +415,14 @@ class TrainingMembers:
     def apply_between(self) -> None:
         """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
         if self._pending is not None:
-            with self._follower.heartbeat.during(Activity.MEMBERS), self._follower.ranks.in_step():
+            with self._together():
                 self._apply()
 
     def _apply_in_step(self) -> bool:
         """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
             return False
-        with self._follower.heartbeat.during(Activity.MEMBERS), self._follower.ranks.in_step():
+        with self._together():
             return not self._apply()
 
     def _apply(self) -> bool:
@@ -409,7 +430,7 @@ class TrainingMembers:
         pending, self._pending = self._pending, None
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
-        began, before = time.perf_counter(), ranks.world
+        began, before = self._began, ranks.world
         change, telling = None, b""
         error: Exception | None = None
         why, absent = self._why_not_coming_any_more(pending)
@@ -425,6 +446,8 @@ class TrainingMembers:
         try:
             training.spread.wait()
             why_not = training.batches.why_not_ranks(training.follower.config, pending.plan.world_size)
+            if why_not is None and pending.worlds.has_comers and training.spread.plan != pending.parallel:
+                why_not = "the model is sharded otherwise since the workers that join were called"
             if why_not is not None:  # by a config that came into force since
                 raise ElasticError(why_not)
             change = self._prepared(pending.worlds, pending.holder, None)
@@ -670,9 +693,8 @@ class TrainingMembers:
             try:
                 why = why or differences(facts_of(self._training), call["facts"])
                 check_all_are_shared(self._training)
-                parallel = ParallelPlan(**call["plan"])
                 pending = self._pending_of(plan, groups, call)
-                change = self._prepared(pending.worlds, pending.holder, parallel)
+                change = self._prepared(pending.worlds, pending.holder, pending.parallel)
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
             groups.board.post(here(ranks.seat), {"why": why, "restarts": bool(why_anew)})
@@ -725,6 +747,7 @@ class TrainingMembers:
             drawn=[],
             seats=call["seats"],
             seconds=0.0,
+            parallel=ParallelPlan(**call["plan"]),
             tells=False,
         )
 
@@ -794,7 +817,7 @@ def _refusals(board: Board, joiners: Sequence[Member]) -> tuple[str, list[int]]:
     """Why workers that join cannot come, by their answers, and their seats, as ``_why_not_coming`` has them."""
     answers = {member.seat: board.read(here(member.seat)) for member in joiners}
     reasons = {seat: str(answer["why"]) for seat, answer in answers.items() if answer["why"]}
-    seats = [seat for seat in reasons if not answers[seat]["restarts"]]
+    seats = [seat for seat in reasons if not answers[seat].get("restarts")]
     return "; ".join(f"the worker in seat {seat}: {why}" for seat, why in reasons.items()), seats
 
 

@@ -212,9 +212,9 @@ class Session:
         self._is_exception_told = False
         steps.go_on(passes_over=skips)
         saving.plan_after_rewind()
-        self._training.members.follow_rewind()
         with self.follower.heartbeat.during(Activity.BOUNDARY):
             self.follower.agreement.decide_proposals(Purpose.REWIND)
+        self._training.members.follow_rewind()
         self._forget_change()
         self.follower.write_metrics()
         self._training.reports.tell_gone_back(text, before=before, path=loaded.path, skips=skips)

@@ -156,7 +156,7 @@ def test_without_a_file_the_version_in_force_is_told_and_the_next_one_is_above_i
         job = Job(tmp_path / "run", follower, capsys)
         assert job.run("show") == 2
         assert "config.json does not exist, and the running job has version 14 in force, of the checkpoint" in job.err
-        assert "`config set` makes one, of the version above that" in job.err
+        assert "`config set` writes one, with the next version above the one in force" in job.err
         assert job.run("set", "user.x=2") == 0 and job.out.startswith("version 15 written\n")
         assert "in force from step N" in job.out and follower.config.user == {"x": 2}
 

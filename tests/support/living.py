@@ -142,6 +142,8 @@ class Job:
     """Whether each rank registers a large tensor of its own."""
     rewinds: bool = False
     """Whether the loop goes back to step 4 once a plan is agreed on, before it is applied."""
+    proposes: Mapping[str, int] = field(default_factory=dict)
+    """What the worker in seat 0 proposes before it goes back."""
     cannot_form: tuple[int, ...] = ()
     """Seats of workers that fail at once where groups are formed."""
     signals: Mapping[int, signal.Signals] = field(default_factory=dict)
@@ -613,6 +615,8 @@ class Training:
         if name is not None and self.job.looks:
             self.trainer._training.members._watcher.refresh()
         if self.job.rewinds and self.trainer._training.members._pending is not None:
+            if self.job.proposes and self.seat == 0:
+                self.trainer.propose(self.job.proposes, "training goes back")
             self.trainer.rewind(4)
         version = self.job.holds.get(step)
         if version is not None and version > self.trainer._training.members.version:

@@ -142,3 +142,22 @@ def test_a_loop_that_begins_with_another_epoch_than_the_others_are_in_ends_with_
             pass
         with trainer.epoch(3):
             pass
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_only_a_step_whose_gradients_stay_is_one_of_a_loop_that_gathers_by_itself(
+    tmp_path: Path, gathers: bool
+) -> None:
+    model = nn.Linear(4, 1)
+    trainer = trainer_of(tmp_path, model, micro_batch_size=2)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    with trainer:
+        for step in range(4):
+            with trainer.step():
+                loss = model(torch.randn(2, 4)).sum()
+                if gathers or step != 1:  # else a loss that the loop passes over, as one that is not finite
+                    loss.backward()
+                if step != 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert trainer._training.batches.is_gathered_by_hand is gathers

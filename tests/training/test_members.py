@@ -295,6 +295,29 @@ def test_training_goes_back_while_a_plan_waits_for_the_step_to_begin(
     assert zero.state == one.state == two.state == again[0].state
 
 
+def test_a_proposal_that_comes_into_force_as_training_goes_back_leaves_steps_cut_for_the_world_to_come(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1),
+        last_step=9,
+        joins={2: 2},
+        holds={3: 2},
+        saves=True,
+        rewinds=True,
+        proposes={"dataloader.batch_size": 2},
+        options={"checkpoint_interval": CheckpointInterval(steps=2)},
+    )
+    found = lived(ranks, job, [first, joined], 3)
+    assert found[0].changes == [(2, 4, 0, 3)]
+    assert all("'batch_size', '2'" in str(each.state) for each in found)
+    check_samples(ranks, replace(job, rewinds=False, proposes={}, options={}), found)
+
+
 def test_samples_at_the_end_of_an_epoch_too_few_for_more_ranks_are_taken_first(
     ranks: RankPool, tmp_path: Path, port: int
 ) -> None:

@@ -121,6 +121,9 @@ class Regroup(Protocol):
     def form(self) -> None:
         """Destroy all process groups, and form the default one of the new world; all of its ranks call this."""
 
+    def have_met(self) -> None:
+        """Note that all ranks of the world that was formed are there and well: from here on they wait for long."""
+
     def form_again(self) -> None:
         """Destroy what was formed, and form the default group of the old world; all of its ranks call this."""
 
@@ -364,6 +367,8 @@ class Change:
         mismatch, are_well = self._or_go_back(among, lambda: self._compare(among, error))
         if mismatch is not None or not are_well:
             self._agree_or_go_back(among, error or mismatch)
+        if among.regroup is not None:
+            among.regroup.have_met()
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 

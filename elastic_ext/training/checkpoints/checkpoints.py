@@ -83,7 +83,8 @@ class CheckpointRequest:
 class Checkpoints:
     """One training's checkpoints on this rank: when one is due, its save, its failure, and going on from one.
 
-    One class, though a long one: a save that is due, under way or failed decides what the next call of any of these does.
+    One class, though a long one: a save that is due, under way or failed decides what the next call of any of these
+    does.
     """
 
     def __init__(

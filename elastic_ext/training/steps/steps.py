@@ -660,7 +660,7 @@ class Steps:
                 self._logged.count()
             if state.keeps_batch:
                 self._gradients.drop()
-            elif state.num_stepped == 0 and not self._batches.is_gathered_by_hand:
+            elif state.num_stepped == 0 and self._leaves_gradients():
                 self._batches.is_gathered_by_hand = True
                 self._session.note_gathered_by_hand()
             if self._tells_of_infinities and self._follower.ranks.rank == 0:
@@ -691,6 +691,13 @@ class Steps:
         self._gradients.end_step()
         if self._undoing.snapshot is not None:
             self._undoing.snapshot.end_step()
+
+    def _leaves_gradients(self) -> bool:
+        """Whether a step without an optimizer leaves gradients to the next one, as is not known of the loop yet."""
+        if self._leaves_out or self._batches.is_gathered_by_hand:
+            return False
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     @property
     def _leaves_out(self) -> bool:
