@@ -127,6 +127,9 @@ class FormTo:
             raise ConnectionError("planted")
         self._members.form(self._members.worlds[self._at], str(self._at))
 
+    def have_met(self) -> None:
+        """These groups wait for long from the start."""
+
     def form_again(self) -> None:
         self._members.form(self._members.worlds[self._at - 1], f"{self._at - 1} again")
 
