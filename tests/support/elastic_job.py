@@ -119,6 +119,8 @@ class StateFile:
         told = hashlib.blake2b(digest_size=8)
         for name, tensor in sorted(all_of_it(*self._what).items()):
             told.update(name.encode() + tensor.numpy().tobytes())
+        if version:
+            self._trainer._training.ranks.wait_for_ends()  # of the groups of before
         counts = [*held().values()] if version else []
         with open(self._path, "a") as file:
             print(version, self._trainer.global_step, dist.get_world_size(), told.hexdigest(), *counts, file=file)
