@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -16,7 +15,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from elastic_ext.torch_private.engine import at_end_of_pass
-from elastic_ext.torch_private.module_hooks import Hook, is_compiled, num_graphs_compiled
+from elastic_ext.torch_private.module_hooks import (
+    Hook,
+    beside_graphs,
+    is_compiled,
+    num_graphs_compiled,
+    skipped_by_compiler,
+)
 
 from .phases import Phase
 
@@ -164,19 +169,14 @@ class Probe:
 
     def _unless_compiled(self, act: Callable[..., None]) -> Callable[..., None]:
         """``act`` as a hook: not in micro-steps that are not measured, and no part of what a compiler makes."""
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is not None:
-            act = dynamo.disable(act)  # called beside a graph, its frames are none of the compiler's
+        act = beside_graphs(act)
 
         def hook(*arguments: Any) -> None:
             if is_compiling() or self._is_unmeasured:  # is_compiling first: a compiler reads no further than to that
                 return
             act(*arguments)
 
-        skip = getattr(getattr(dynamo, "eval_frame", None), "skip_code", None)
-        if skip is not None:  # else a graph may be made of the hook alone, in which it does nothing
-            skip(hook.__code__)
-        return hook
+        return skipped_by_compiler(hook)
 
     def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         if get_ident() != self._thread:  # another thread than the one that trains
@@ -311,7 +311,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 # --- which steps are measured, so that measuring takes no more than its share of their time --------------------------
 # Measuring adds 60 to 300 microseconds to a step. A *look* is some steps in a row that are measured; one begins about
-# once a second, so that looks take 0.2% of the time or less, and every window of a second or more has one.
+# once a second, so that looks take 0.3% of the time or less, and every window of a second or more has one.
 
 _NUM_FIRST = 64  # steps of the first look
 _EVERY_NANOSECONDS = 900_000_000  # from the beginning of a look to that of the next

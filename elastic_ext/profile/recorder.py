@@ -209,13 +209,7 @@ class Recorder(Heartbeat):
 
     @contextlib.contextmanager
     def at_boundary(self) -> Iterator[None]:
-        """A context in which a boundary is passed; its time counts as agreement.
-
-        While steps are not measured it does nothing: a boundary that waits for other ranks says so by ``during``.
-        """
-        if self.rests_until:
-            yield
-            return
+        """A context in which a boundary is passed while steps are measured; its time counts as agreement."""
         before = self._timeline.enter(Phase.AGREEMENT)
         if self._surveyor is not None:
             self._surveyor.reach_boundary()

@@ -171,7 +171,6 @@ class TrainingMembers:
         self._samplers = SamplersOfBefore()
         self.world_before: World | None = None  # of a change since which samplers were not looked at
         self._changed_at = 0  # the step
-        self._began = 0.0  # when ranks began to come together for the plan at hand
 
     # ---- from the start to the end ----
 
@@ -217,20 +216,22 @@ class TrainingMembers:
         if version > max(self.version, self._refused):
             self.wanted, self._wanted_since = version, time.monotonic()
         if self.wanted and self._pending is None and not self._follower.agreement.leaving:
-            with self._together():
-                self._consider()
+            with self._together() as began:
+                self._consider(began)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """A context in which all ranks that train decide on a plan or apply it, once they know that all are there."""
+    def _together(self) -> Iterator[float]:
+        """A context in which all ranks that train decide on a plan or apply it, once they know that all are there.
+
+        Gives when this one began to come to the others, by ``time.perf_counter``.
+        """
         began = time.perf_counter()
         with self._follower.heartbeat.during(Activity.MEMBERS):
             self._follower.agreement.meet(Purpose.MEMBERS)
             with self._follower.ranks.in_step():
-                self._began = began
-                yield
+                yield began
 
-    def _consider(self) -> None:
+    def _consider(self, began: float) -> None:
         ranks = self._follower.ranks
         assert self._watcher is not None
         plan = self._watcher.newest
@@ -266,9 +267,9 @@ class TrainingMembers:
             self.version = plan.version
             self._write()
         else:
-            self._agree(plan, groups, tells=any(answer.tells for answer in answers))
+            self._agree(plan, groups, began, tells=any(answer.tells for answer in answers))
 
-    def _agree(self, plan: MembershipPlan, groups: Generation, *, tells: bool) -> None:
+    def _agree(self, plan: MembershipPlan, groups: Generation, began: float, *, tells: bool) -> None:
         """Call the joiners, and take the plan as agreed unless one of them cannot come; with all old ranks."""
         ranks = self._follower.ranks
         why, absent = self._call(plan, groups) if ranks.rank == 0 else ("", [])
@@ -288,7 +289,7 @@ class TrainingMembers:
             holder=ranks.rank,
             drawn=self._drawn(plan) if keeps_own else drawn,
             seats=self._seats,
-            seconds=time.perf_counter() - self._began,
+            seconds=time.perf_counter() - began,
             tells=tells,
             parallel=self._training.spread.plan,
         )
@@ -415,22 +416,22 @@ class TrainingMembers:
     def apply_between(self) -> None:
         """Apply a plan that was agreed on in the last step of an epoch, as another begins."""
         if self._pending is not None:
-            with self._together():
-                self._apply()
+            with self._together() as began:
+                self._apply(began)
 
     def _apply_in_step(self) -> bool:
         """Apply a plan that was agreed on in the step before; gives whether all stays, and the step is taken back."""
         if self._pending is None:
             return False
-        with self._together():
-            return not self._apply()
+        with self._together() as began:
+            return not self._apply(began)
 
-    def _apply(self) -> bool:
+    def _apply(self, began: float) -> bool:
         """Change to the world that was agreed on; gives whether it was, else all is as before. With all old ranks."""
         pending, self._pending = self._pending, None
         assert pending is not None
         training, ranks = self._training, self._follower.ranks
-        began, before = self._began, ranks.world
+        before = ranks.world
         change, telling = None, b""
         error: Exception | None = None
         why, absent = self._why_not_coming_any_more(pending)
@@ -451,10 +452,8 @@ class TrainingMembers:
             if why_not is not None:  # by a config that came into force since
                 raise ElasticError(why_not)
             change = self._prepared(pending.worlds, pending.holder, None)
-            if (
-                pending.worlds.has_comers and pending.new_rank == 0
-            ):  # what cannot be told is known before anything moves
-                telling = json.dumps(self._to_tell(pending)).encode()
+            if pending.worlds.has_comers and pending.new_rank == 0:
+                telling = json.dumps(self._to_tell(pending)).encode()  # what cannot be told shows before anything moves
         except Exception as caught:
             error = caught
         try:

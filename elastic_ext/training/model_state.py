@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from elastic_ext.fsdp.state import local_of
-from elastic_ext.torch_private.module_hooks import Hook
+from elastic_ext.torch_private.module_hooks import Hook, beside_graphs
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -86,11 +85,8 @@ class StateDictGuard:
         self._units = [part for part in root.modules() if isinstance(part, FSDPModule)]
         if not self._came_whole or plan is None or plan.is_replicated:
             return
-        free: Any = self._free
+        free = beside_graphs(self._free)
         inner: Any = getattr(root, "_orig_mod", root)  # of a compiled model, which may be asked without its wrapper
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is not None:  # a compiled model: no part of its graph
-            free = dynamo.disable(free)
         self._handles = [
             root.register_forward_hook(Hook(free)),
             inner.register_state_dict_pre_hook(Hook(self._warn)),

@@ -33,7 +33,7 @@ from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.errors import CheckpointError
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.members.regroup import Generation
-from elastic_ext.members.store import prefix_of
+from elastic_ext.members.store import here, prefix_of
 from elastic_ext.ranks.board import Board
 from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.files import write_whole
@@ -343,6 +343,11 @@ class Agents:
         """The board on which a plan's workers tell each other things."""
         store = dist.TCPStore("127.0.0.1", self.job.port, is_master=False)  # type: ignore[attr-defined]
         return Board(store, prefix_of(plan.generation, plan.version))
+
+    def wait_for_answer(self, plan: MembershipPlan, seat: int) -> None:
+        """Wait until a worker that joins has said, once it was called, that it comes."""
+        board = self.board_of(plan)
+        self.wait_until(lambda: board.has(here(seat)))
 
     def _pause(self) -> None:
         if self._is_over.wait(0.005):

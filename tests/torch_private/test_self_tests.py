@@ -24,7 +24,7 @@ import elastic_ext
 from elastic_ext.fsdp.reshard import ddp
 from elastic_ext.fsdp.reshard import fully_shard as units
 from elastic_ext.profile.memory import analysis
-from elastic_ext.torch_private import engine, gradients, loading, loss_graph, meshes, sharded
+from elastic_ext.torch_private import engine, gradients, loading, loss_graph, meshes, module_hooks, sharded
 
 ALONE = ("__main__", "sitecustomize")
 """Last names of modules that are programs: to import one is to run it."""
@@ -55,6 +55,17 @@ def test_the_engine_tells_of_passes_and_what_they_add_to(caplog: pytest.LogCaptu
     leaf.register_hook(lambda gradient: seen.append(engine.current_pass()))  # type: ignore[no-untyped-call]
     leaf.sum().backward()  # type: ignore[no-untyped-call]
     assert seen and seen[0] >= 0
+
+
+def test_a_hook_alone_can_be_left_to_no_compiler() -> None:
+    import torch._dynamo  # as a model that is compiled has it imported
+
+    called: list[Any] = []
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(module_hooks.skipped_by_compiler(lambda *given: called.append(given)))
+    before = module_hooks.num_graphs_compiled()
+    torch.compile(lambda value: model(value) + 1, backend="eager")(torch.ones(1, 2))
+    assert callable(torch._dynamo.eval_frame.skip_code) and called and module_hooks.num_graphs_compiled() > before
 
 
 def test_graphs_say_how_a_loss_was_made() -> None:

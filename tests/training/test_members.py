@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,6 @@ from tests.support.living import (
     samples_by_step,
 )
 from tests.support.ranks import Outcome, RankPool, RanksFailed
-from tests.support.worlds import agents_store
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """The port of the store that agents hold."""
-    with agents_store() as number:
-        yield number
 
 
 def outcomes(
@@ -272,24 +264,19 @@ def test_where_it_would_be_that_of_the_rank_whose_place_is_taken_the_plan_is_ref
     assert record is not None and record.why_refused.startswith("registered tensors, or buffers of a sharded model")
 
 
+def going_back(folder: Path, port: int, **changes: Any) -> Job:
+    """A job whose loop goes back to a checkpoint once a third worker is agreed on, and before it joins."""
+    options = {"checkpoint_interval": CheckpointInterval(steps=2)}
+    job = Job(folder=folder, port=port, first=(0, 1), last_step=9, joins={2: 2}, holds={3: 2}, options=options)
+    return replace(job, saves=True, rewinds=True, **changes)
+
+
 def test_training_goes_back_while_a_plan_waits_for_the_step_to_begin(
     ranks: RankPool, tmp_path: Path, port: int
 ) -> None:
     first = plan_of([0, 1])
-    joined = plan_after(first, port, joined=[2])
-    job = Job(
-        folder=tmp_path,
-        port=port,
-        first=(0, 1),
-        last_step=9,
-        joins={2: 2},
-        holds={3: 2},
-        saves=True,
-        draws=True,
-        rewinds=True,
-        options={"checkpoint_interval": CheckpointInterval(steps=2)},
-    )
-    zero, one, two = lived(ranks, job, [first, joined], 3)
+    job = going_back(tmp_path, port, draws=True)
+    zero, one, two = lived(ranks, job, [first, plan_after(first, port, joined=[2])], 3)
     assert zero.changes == [(2, 4, 0, 3)] and zero.rows[-1][0] == 8
     again = restarted(ranks, replace(job, rewinds=False, options={}), [(4, 2), (9, 3)])
     assert zero.state == one.state == two.state == again[0].state
@@ -299,22 +286,10 @@ def test_a_proposal_that_comes_into_force_as_training_goes_back_leaves_steps_cut
     ranks: RankPool, tmp_path: Path, port: int
 ) -> None:
     first = plan_of([0, 1])
-    joined = plan_after(first, port, joined=[2])
-    job = Job(
-        folder=tmp_path,
-        port=port,
-        first=(0, 1),
-        last_step=9,
-        joins={2: 2},
-        holds={3: 2},
-        saves=True,
-        rewinds=True,
-        proposes={"dataloader.batch_size": 2},
-        options={"checkpoint_interval": CheckpointInterval(steps=2)},
-    )
-    found = lived(ranks, job, [first, joined], 3)
+    job = going_back(tmp_path, port, proposes={"dataloader.batch_size": 3})  # which two ranks share out otherwise
+    found = lived(ranks, job, [first, plan_after(first, port, joined=[2])], 3)
     assert found[0].changes == [(2, 4, 0, 3)]
-    assert all("'batch_size', '2'" in str(each.state) for each in found)
+    assert all("'batch_size', '3'" in str(each.state) for each in found)
     taken = [replace(each, rows=[row for row in each.rows if row[0] < 4 or row[1] == 3]) for each in found]
     check_samples(ranks, replace(job, rewinds=False, proposes={}, options={}), taken)
 
@@ -572,8 +547,7 @@ def test_a_joiner_that_dies_after_its_answer_has_the_groups_of_before_formed_ane
 
     def script(agents: Agents) -> None:
         agents.tell(first, joined)
-        board = agents.board_of(joined)
-        agents.wait_until(lambda: board.has(here(2)))
+        agents.wait_for_answer(joined, 2)
         agents.kill(2)
         agents.touch("is dead")
 
@@ -745,8 +719,7 @@ def test_a_plan_that_comes_while_another_waits_for_the_step_to_begin_is_applied_
 
     def script(agents: Agents) -> None:
         agents.tell(first, joined)
-        board = agents.board_of(joined)
-        agents.wait_until(lambda: board.has(here(2)))
+        agents.wait_for_answer(joined, 2)
         agents.write([0, 1, 2], left)
         agents.touch("written")
 

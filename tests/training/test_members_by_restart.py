@@ -23,14 +23,6 @@ from elastic_ext.records.member import MemberRecord, member_file
 from tests.support.living import Job, place_in
 from tests.support.ranks import RankPool
 from tests.support.training import trainer_of
-from tests.support.worlds import agents_store
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """The port of the store that agents hold."""
-    with agents_store() as number:
-        yield number
 
 
 def samples() -> TensorDataset:

@@ -3,7 +3,6 @@ refused with a sentence, or made alike, and training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,10 @@ import pytest
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.members.regroup import answer_for
-from elastic_ext.members.store import GO, here
+from elastic_ext.members.store import GO
 from tests.support.living import Agents, Job, live, plan_after, plan_of, record_of
 from tests.support.ranks import RankPool, RanksFailed
-from tests.support.worlds import agents_store
 from tests.training.test_members import check_samples, lived, outcomes
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """The port of the store that agents hold."""
-    with agents_store() as number:
-        yield number
-
 
 # ---- rates that the loop writes ----
 
@@ -194,8 +184,7 @@ def test_the_step_that_is_taken_back_as_a_change_fails_leaves_no_trace(
 
     def script(agents: Agents) -> None:
         agents.tell(first, joined)
-        board = agents.board_of(joined)
-        agents.wait_until(lambda: board.has(here(2)))
+        agents.wait_for_answer(joined, 2)
         agents.kill(2)
         agents.touch("is dead")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.errors import StepError
 from elastic_ext.torch_private import pipelines
 from elastic_ext.torch_private.engine import Engine, above
-from elastic_ext.torch_private.module_hooks import Hook
+from elastic_ext.torch_private.module_hooks import Hook, beside_graphs, skipped_by_compiler
 from elastic_ext.training.steps.state import StepState
 
 __all__ = [
@@ -241,21 +240,14 @@ class Weighing:
 
         A compiler makes no graph of it, nor of what it calls.
         """
-        dynamo: Any = sys.modules.get("torch._dynamo")
-        if dynamo is not None:  # a compiled model: what is done here is not for its graph
-            act = dynamo.disable(act, reason=_NOT_COMPILED)
-
-        state = self._state
+        act, state = beside_graphs(act, _NOT_COMPILED), self._state
 
         def hook(*given: Any) -> Any:
             if is_compiling() or self.counts or state.weight != 1.0:  # a compiler reads no further than to its question
                 return act(*given)
             return None
 
-        skip = getattr(getattr(dynamo, "eval_frame", None), "skip_code", None)
-        if skip is not None:  # else a graph may be made of the hook alone
-            skip(hook.__code__)
-        return hook
+        return skipped_by_compiler(hook)
 
     def _before_forward(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]

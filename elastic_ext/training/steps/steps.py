@@ -308,10 +308,7 @@ class Steps:
         if is_last:
             self._end(StepEvent.END)
             try:
-                if self._recorder is None or self._recorder.rests_until:
-                    self._session.pass_boundary()
-                else:
-                    self._pass_boundary()
+                self._pass_boundary()
             except ElasticError as failure:
                 if not failure.says_all:
                     raise
@@ -323,7 +320,7 @@ class Steps:
 
     def _pass_boundary(self) -> None:
         """Pass the boundary after a step, in a context that tells how long it takes where that is measured."""
-        if self._recorder is None:
+        if self._recorder is None or self._recorder.rests_until:  # where it waits for ranks it says so by ``during``
             self._session.pass_boundary()
         else:
             with self._recorder.at_boundary():
