@@ -94,6 +94,7 @@ def test_where_an_agent_asks_for_a_restart_it_does_not_matter_that_workers_could
     assert view.is_live is False
     assert "members change by a restart of all workers: --members=restart asks for that on a" in members_in_words(view)
     assert view_of(PLAN, [record(0), record(1)], events[:1]).is_live is True
+    assert view_of(PLAN, [record(0), record(1)], events, since=4.0).is_live is True, "an earlier agent has told that"
 
 
 def test_a_change_is_under_way_until_it_is_in_force_or_refused() -> None:

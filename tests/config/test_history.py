@@ -137,6 +137,7 @@ def test_a_file_made_by_hand_can_be_changed_and_gone_back_to(history: ConfigHist
     assert history.set(ConfigEdit({"user.x": "other"})).version == 4
     assert history.undo().version == 5
     assert value(history) == "mine"
+    assert history.undo(above=9).version == 10, "a job runs under a higher version than the file has"
 
 
 def test_an_edit_by_hand_without_a_new_version_is_kept_apart(history: ConfigHistory) -> None:

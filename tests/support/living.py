@@ -142,7 +142,7 @@ class Job:
     """Whether each rank registers a large tensor of its own."""
     rewinds: bool = False
     """Whether the loop goes back to step 4 once a plan is agreed on, before it is applied."""
-    proposes: Mapping[str, int] = field(default_factory=dict)
+    proposes: Mapping[str, int | str] = field(default_factory=dict)
     """What the worker in seat 0 proposes before it goes back."""
     cannot_form: tuple[int, ...] = ()
     """Seats of workers that fail at once where groups are formed."""

@@ -93,8 +93,11 @@ class Members:
     ) -> ChangeCost:
         """Take a model to the world numbered ``at``; who leaves is in no process group afterwards."""
         prepared = self.prepare(at, spread, optimizer, registered, plan)
-        cost = spread.regroup(prepared, agreeing, self.form_to(at))
-        if self.own not in self.worlds[at]:
+        groups = self.form_to(at)
+        cost = spread.regroup(prepared, agreeing, groups)
+        if self.own in self.worlds[at]:
+            assert groups.have_all_met, "else what is moved has to be there in the short time for forming groups"
+        else:
             dist.destroy_process_group()
             self.left_sockets = max(self.left_sockets, self.num_left())
         return cost
@@ -121,14 +124,17 @@ class FormTo:
         self._members, self._at = members, at
         self.fails = False
         """Whether forming the new groups fails, on all ranks."""
+        self.have_all_met = False
+        """Whether ranks know of all that are in the new groups that they are there."""
 
     def form(self) -> None:
         if self.fails:
             raise ConnectionError("planted")
         self._members.form(self._members.worlds[self._at], str(self._at))
+        self.have_all_met = False
 
     def have_met(self) -> None:
-        """These groups wait for long from the start."""
+        self.have_all_met = True
 
     def form_again(self) -> None:
         self._members.form(self._members.worlds[self._at - 1], f"{self._at - 1} again")

@@ -14,7 +14,7 @@ from elastic_ext.members.regroup import answer_for
 from elastic_ext.members.store import GO
 from tests.support.living import Agents, Job, live, plan_after, plan_of, record_of
 from tests.support.ranks import RankPool, RanksFailed
-from tests.training.test_members import check_samples, lived, outcomes
+from tests.training.test_members import check_samples, going_back, lived, outcomes
 
 # ---- rates that the loop writes ----
 
@@ -129,6 +129,29 @@ def test_where_the_loop_gathers_gradients_by_itself_it_is_told_once_it_does_that
     record = record_of(job, 0)
     assert record is not None and record.refused_seats == () and told[0] in record.why_refused
     assert told[0].startswith("the loop gathers gradients over several micro-batches by itself")
+
+
+# ---- a plan of sharding that comes into force once workers that join were called ----
+
+
+def test_where_the_model_is_sharded_otherwise_since_they_were_called_workers_do_not_join(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    joined = plan_after(first, port, joined=[2])
+    back = plan_after(joined, port, left=[2])
+
+    def script(agents: Agents) -> None:
+        agents.tell(first, joined)
+        agents.wait_for(0, lambda record: record.refused == 2)
+        agents.write([2], back)
+
+    job = going_back(tmp_path, port, proposes={"parallelism.strategy": "full_shard"})
+    zero, one, _ = outcomes(ranks, job, [first, joined, back], 3, script)
+    assert zero.ok and one.ok and not zero.value.changes, RanksFailed([zero, one], 90.0)
+    assert zero.value.state == one.value.state and "'full_shard'" in str(zero.value.state)
+    record = record_of(job, 1)
+    assert record is not None and "sharded otherwise since the workers that join were called" in record.why_refused
 
 
 # ---- a checkpoint that was not saved as members were to change ----
