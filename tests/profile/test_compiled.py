@@ -264,10 +264,12 @@ def test_a_step_that_compiles_in_one_graph_does_so_with_a_profile(
     if profile == "on":
         lines = (tmp_path / "0" / "profile-0.jsonl").read_text().splitlines()
         windows = [StepWindow.from_json(line) for line in lines]
-        num_detailed, in_steps = sum(each.num_detailed for each in windows), windows[-1].seconds
-        is_seen = compiled is itself
-        assert (num_detailed >= 64) is is_seen and ("forward" in in_steps) is is_seen
-        assert is_seen or in_steps["step"] > in_steps.get("other", 0.0)
+        num_detailed, is_seen = sum(each.num_detailed for each in windows), compiled is itself
+        forward, whole, other = (  # in all windows: a slow machine's last one may be of a few unmeasured steps
+            sum([each.seconds.get(phase, 0.0) for each in windows], 0.0) for phase in ("forward", "step", "other")
+        )
+        assert (num_detailed >= 64) is is_seen and (forward > 0) is is_seen
+        assert is_seen or whole > other
 
 
 @pytest.mark.parametrize("compiled", [one_function, wrapped, itself, its_blocks])
