@@ -410,6 +410,15 @@ class Agreement:
         self._stopping, self._leaving = told.stopping, told.leaving
         self._applied, self._save, self._copy = None, told.save, told.copy
 
+    def forget_others(self) -> None:
+        """Give up what is under way with other ranks, between two steps, as some of them are lost.
+
+        ``join`` comes next where this rank has not heard what others have, and ``take_world`` after that.
+        """
+        self._exchange.drop()
+        self._broken = None
+        self.rouse()
+
     @property
     def place_to_join(self) -> JoinedAgreement:
         """Where this rank is, for ranks that join between two steps."""
@@ -624,6 +633,11 @@ class Agreement:
     def leaving(self) -> bool:
         """Whether some rank's process was told to end; the same on every rank, after each boundary and ``meet``."""
         return self._leaving
+
+    @property
+    def is_leave_wanted(self) -> bool:
+        """Whether this process was told to end, or all ranks know that some process was."""
+        return self._leave_wanted or self._leaving
 
     @property
     def _has_to_tell_of_leaving(self) -> bool:

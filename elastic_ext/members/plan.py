@@ -13,11 +13,15 @@ from typing import Literal
 
 from elastic_ext.records.json import JsonRecord
 
-__all__ = ["JOINS", "Member", "MembershipMode", "MembershipPlan", "NodeShare"]
+__all__ = ["JOINS", "LIVE", "LOSSES", "Member", "MembershipMode", "MembershipPlan", "NodeShare"]
 
 _MOST_WORKERS = 4096  # of a node: more are in a damaged plan alone, and would fill the memory
 JOINS = "ELASTIC_EXT_JOINS"
 """The variable by which an agent says which plan a worker is to join, by its version."""
+
+LOSSES = "ELASTIC_EXT_LOSSES"
+"""The variable by which an agent says with ``LIVE`` that workers that are left go on where others are lost."""
+LIVE = "live"
 
 MembershipMode = Literal["restart", "live"]
 """How the workers of a plan come to it: ``restart`` starts all of them; with ``live`` those that stay go on."""
@@ -72,6 +76,9 @@ class MembershipPlan(JsonRecord):
     meet as torch has them."""
     num_seats: int = 0
     """How many seats have been given so far in this start of the job; the next worker that joins gets this number."""
+    lost: tuple[int, ...] = ()
+    """The seats of workers of plans before that are lost, where the plan is one to go on by without them: they have
+    failed, hang or are on a node that is gone, and nothing can be asked of them any more."""
 
     def check(self) -> None:
         """ValueError where ranks do not follow one another, or workers share a seat: nobody could train by that."""
@@ -116,24 +123,37 @@ class MembershipPlan(JsonRecord):
         return [(each.rank, each.seat) for each in self.members] == [(each.rank, each.seat) for each in other.members]
 
     def changed(
-        self, *, joined: Sequence[NodeShare] = (), left: Collection[str] = (), reason: str, time: float, store: str
+        self,
+        *,
+        joined: Sequence[NodeShare] = (),
+        left: Collection[str] = (),
+        lost: Collection[int] = (),
+        reason: str,
+        time: float,
+        store: str,
     ) -> MembershipPlan:
         """The plan to be come to live from this one: without the nodes ``left``, and with those that ``joined``.
 
-        Who stays keeps the order and the seat; who joins comes after them, in new seats. ValueError where nobody stays,
-        or where a node is meant that is, or is not, in the plan.
+        Who stays keeps the order and the seat; who joins comes after them, in new seats. Without the workers in the
+        seats ``lost`` too, and the nodes that have no others. ValueError where nobody stays, or where a node or a seat
+        is meant that is, or is not, in the plan.
         """
         known = {node.node_id for node in self.nodes}
         _refuse(sorted({*left} - known), "leave, and the plan does not have them", known)
         _refuse([each.node_id for each in joined if each.node_id in known], "join, and the plan has them", known)
-        stayed = [replace(node, seats=tuple(map(node.seat_of, node.ranks))) for node in self.nodes]
-        stayed = [node for node in stayed if node.node_id not in left]
+        seats = [member.seat for member in self.members]
+        if not {*lost} <= {*seats}:
+            raise ValueError(f"workers in the seats {sorted(lost)} are to be lost; the plan has the seats {seats}")
+        stayed = [_without(node, lost) for node in self.nodes if node.node_id not in left]
+        stayed = [node for node in stayed if node.num_workers > 0]
+        if not stayed and lost:
+            raise ValueError("all workers of the plan are lost, and the state of training with them")
         if not stayed:
             raise ValueError(
                 "all nodes of the plan would leave at once, and nobody could give the state of training to those that "
                 "join; have some join first, and the others leave after that"
             )
-        num_seats = max([self.num_seats, *(member.seat + 1 for member in self.members)])
+        num_seats = max([self.num_seats, *(seat + 1 for seat in seats)])
         seated = []
         for node in joined:
             seated.append(replace(node, seats=tuple(range(num_seats, num_seats + node.num_workers))))
@@ -147,7 +167,14 @@ class MembershipPlan(JsonRecord):
             generation=self.generation + 1,
             store=store,
             num_seats=num_seats,
+            lost=tuple(sorted(lost)),
         )
+
+
+def _without(node: NodeShare, seats: Collection[int]) -> NodeShare:
+    """A node without the workers in these seats; it may have none left."""
+    kept = tuple(seat for seat in map(node.seat_of, node.ranks) if seat not in seats)
+    return replace(node, num_workers=len(kept), seats=kept)
 
 
 def _refuse(names: Sequence[str], what: str, known: Collection[str]) -> None:

@@ -7,7 +7,7 @@ come, as its agent says where the worker is no more; then it is told to *go*, or
 
 from __future__ import annotations
 
-__all__ = ["CALL", "GO", "GROUPS", "GROUPS_BEFORE", "here", "prefix_of"]
+__all__ = ["CALL", "GO", "GROUPS", "GROUPS_BEFORE", "here", "left", "prefix_of"]
 
 CALL = "call"
 """The key under which workers that join are told of the training that they are to join."""
@@ -30,3 +30,8 @@ def prefix_of(generation: int, version: int) -> str:
 def here(seat: int) -> str:
     """The key under which the worker with a seat answers a call."""
     return f"here/{seat}"
+
+
+def left(seat: int) -> str:
+    """The key under which the worker with a seat says what it holds, once others are lost."""
+    return f"left/{seat}"

@@ -81,6 +81,9 @@ class Ranks:
         """Called for how far this rank has come, in words, for the messages of errors; the owner sets it."""
         self.slice_seconds = 0.5
         """How long a collective is waited for between two looks at the peers' notices."""
+        self.waits_for_accounts = True
+        """Whether a rank that has lost a peer waits a few seconds for the words of the others, to tell them in its
+        error."""
         self._group = group
         self._timeout_seconds = timeout_seconds
         self._agents_folder = agents_folder
@@ -386,7 +389,7 @@ class Ranks:
             others = self.notices.account({}, silent=silent)
             return RanksDisagreeError(f"{me} {self._doubt}, after {progress}: {others}; do the same on all ranks")
         self.notices.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
-        troubles = self.notices.gather(_GRACE_SECONDS)
+        troubles = self.notices.gather(_GRACE_SECONDS if self.waits_for_accounts else 0.0)
         known = self.notices.account(troubles, silent="gave no sign: it died, hangs or is elsewhere, see its output")
         cause = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         lost = PeerLostError(f"{me} lost a peer while {doing}, after {progress}: {known}{cause}")

@@ -147,9 +147,10 @@ class TrainingMembers:
         self.joins = joins
         self.version = 0
         """The version of the plan by which this rank trains; 0 where it knows of none."""
-        self._watcher: PlanWatcher | None = None
+        self.watcher: PlanWatcher | None = None
+        """Knows the newest plan that the agent has told; None where no agent has given this process a seat."""
         if settings.enabled and settings.seat is not None:
-            self._watcher = PlanWatcher(
+            self.watcher = PlanWatcher(
                 settings.run_dir / MEMBERSHIP_FILE,
                 poll_seconds=settings.poll_seconds,
                 warns=training.follower.warns,
@@ -176,13 +177,13 @@ class TrainingMembers:
 
     def start(self) -> None:
         """Begin to watch the plan; with all ranks, before the first boundary."""
-        if self._watcher is None:
+        if self.watcher is None:
             return
-        self._watcher.on_news = self._follower.agreement.rouse
-        self._watcher.start()
+        self.watcher.on_news = self._follower.agreement.rouse
+        self.watcher.start()
         if self.joins:
             return
-        held = self._watcher.newest
+        held = self.watcher.newest
         known = held.version if held is not None and self._is_in_force(held) else 0
         versions = self._follower.ranks.gather(str(known).encode(), "comparing membership plans")
         self.version = min(map(int, versions))
@@ -194,17 +195,18 @@ class TrainingMembers:
 
         Who has joined has written it as it came, and does so again where that has changed.
         """
-        if self._watcher is None:
+        if self.watcher is None:
             return
         before, self._why_restart = self._why_restart, why_restart(self._training)
-        if not self.joins or self._why_restart != before:
+        at_loss, why_at_loss = self._training.losses.why_restart, self._training.losses.look()
+        if not self.joins or (self._why_restart, why_at_loss) != (before, at_loss):
             self._write()
 
     def close(self) -> None:
         """Stop watching."""
         self.drop("training has ended there")
-        if self._watcher is not None:
-            self._watcher.close()
+        if self.watcher is not None:
+            self.watcher.close()
 
     # ---- at a boundary ----
 
@@ -233,8 +235,8 @@ class TrainingMembers:
 
     def _consider(self, began: float) -> None:
         ranks = self._follower.ranks
-        assert self._watcher is not None
-        plan = self._watcher.newest
+        assert self.watcher is not None
+        plan = self.watcher.newest
         assert plan is not None
         groups: Generation | None = None
         why_not, why_later, own = "", self._why_later(plan), ""
@@ -333,7 +335,7 @@ class TrainingMembers:
             why_not = "the loop takes batches ahead of their steps, and those were cut for the ranks that are here now"
         if why_not:
             raise ElasticError(why_not)
-        self._prepared(worlds, self._follower.ranks.rank, None)
+        self.prepared(worlds, self._follower.ranks.rank, None)
 
     def _why_later(self, plan: MembershipPlan) -> str:
         """What has to end on this rank before members can change, in words; empty for nothing."""
@@ -451,7 +453,7 @@ class TrainingMembers:
                 why_not = "the model is sharded otherwise since the workers that join were called"
             if why_not is not None:  # by a config that came into force since
                 raise ElasticError(why_not)
-            change = self._prepared(pending.worlds, pending.holder, None)
+            change = self.prepared(pending.worlds, pending.holder, None)
             if pending.worlds.has_comers and pending.new_rank == 0:
                 telling = json.dumps(self._to_tell(pending)).encode()  # what cannot be told shows before anything moves
         except Exception as caught:
@@ -505,7 +507,8 @@ class TrainingMembers:
         joiners = [member.seat for member in self._joiners(pending.plan)]
         self._refuse(pending.plan.version, why, seats=joiners if seats is None else seats)
 
-    def _prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
+    def prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
+        """The change of how the model is spread over these worlds, for this process's number among their holders."""
         training = self._training
         return training.spread.prepare_regroup(
             worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
@@ -517,8 +520,8 @@ class TrainingMembers:
         ``telling`` is what the first of them tells those that join, empty on others; None on those that join. Gives the
         plan with what those who join have been told of it.
         """
-        training, ranks, session = self._training, self._follower.ranks, self._training.session
-        session.take_up_model()
+        ranks = self._follower.ranks
+        self._training.session.take_up_model()
         if pending.worlds.has_comers:
             told = json.loads(ranks.broadcast(telling or b"", 0, _KINDS))
             error: Exception | None = None
@@ -529,16 +532,24 @@ class TrainingMembers:
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.version, self.wanted, self._changed_at = pending.plan.version, 0, self._follower.step
+        self.come_to(pending.plan, pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
+        return pending
+
+    def come_to(self, plan: MembershipPlan, drawn: Sequence[Mapping[str, Any]], *, has_own: bool) -> None:
+        """Have all parts be in the world of ``plan``, whose groups are formed, with all ranks of it.
+
+        They draw random numbers from ``drawn`` on, as ``TrainingState.draw_as`` does.
+        """
+        training, ranks, session = self._training, self._follower.ranks, self._training.session
+        self.version, self.wanted, self._changed_at = plan.version, 0, self._follower.step
         self._follower.agreement.know_members(self.version)
         session.take_world(ranks.world)
         self._on_world(ranks.world)
-        if self._watcher is not None:
-            self._watcher.warns = self._follower.warns
+        if self.watcher is not None:
+            self.watcher.warns = self._follower.warns
         training.steps.weigh_anew()
-        training.saved_state.draw_as(pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
+        training.saved_state.draw_as(drawn, has_own=has_own)
         self._write()
-        return pending
 
     def _to_tell(self, pending: _Pending) -> dict[str, Any]:
         """All that a joiner is told, tensors of model and optimizers aside."""
@@ -596,7 +607,7 @@ class TrainingMembers:
 
         It was prepared from ``began`` on, in seconds of ``time.perf_counter``.
         """
-        follower, step, plan = self._follower, self._follower.step, pending.plan
+        plan, step = pending.plan, self._follower.step
         seconds = {
             "deciding": pending.seconds,
             "wiring": cost.wiring_seconds,
@@ -611,16 +622,34 @@ class TrainingMembers:
         )
         if any(map(is_compiled, self._training.model.modules())):
             text += "; compiled modules are compiled anew where their micro-batches have a size that is new to them"
+        more = {"moved_bytes": cost.sent_bytes, "extra_bytes": cost.extra_bytes}
+        self.tell_changed(plan, pending.seats, text, seconds=seconds, tells=pending.tells, more=more)
+
+    def tell_changed(
+        self,
+        plan: MembershipPlan,
+        before: Sequence[int],
+        text: str,
+        *,
+        seconds: Mapping[str, float],
+        tells: bool,
+        more: Mapping[str, Any],
+    ) -> None:
+        """Tell of a change from the seats ``before``: an event, on the first rank the log, and the script's functions.
+
+        ``tells`` says whether the scripts of some ranks are to be told. Details of the event are ``seconds`` by part
+        and ``more``.
+        """
+        follower, step = self._follower, self._follower.step
         if follower.ranks.rank == 0:
             _logger.info("%s", text)
         details = {
             "version": plan.version,
-            "before": list(pending.seats),
+            "before": list(before),
             "after": [member.seat for member in plan.members],
             "reason": plan.reason,
-            "seconds": seconds,
-            "moved_bytes": cost.sent_bytes,
-            "extra_bytes": cost.extra_bytes,
+            "seconds": dict(seconds),
+            **more,
             "live": True,
         }
         follower.reports.write_event("members-changed", step=step, text=text, details=details)
@@ -634,7 +663,7 @@ class TrainingMembers:
                 function(change)
         except Exception as caught:  # of the script: all ranks are to hear of it
             error = caught
-        if pending.tells:
+        if tells:
             follower.ranks.all_or_raise(error, "calling the functions that trainer.on_members() was given")
         elif error is not None:  # of one that was given after the ranks had decided
             raise error
@@ -651,7 +680,7 @@ class TrainingMembers:
 
     def arrive(self) -> None:
         """Join the ranks that train, instead of beginning or resuming; returns within their run, between two steps."""
-        if self._watcher is None:
+        if self.watcher is None:
             raise ElasticError(f"{JOINS} is set, and no agent has given this process a seat (ELASTIC_EXT_SEAT)")
         with self._follower.heartbeat.during(Activity.OUTSIDE):
             self._samplers.find()
@@ -693,7 +722,7 @@ class TrainingMembers:
                 why = why or differences(facts_of(self._training), call["facts"])
                 check_all_are_shared(self._training)
                 pending = self._pending_of(plan, groups, call)
-                change = self._prepared(pending.worlds, pending.holder, pending.parallel)
+                change = self.prepared(pending.worlds, pending.holder, pending.parallel)
             except (ElasticError, ValueError, TypeError) as error:
                 why = why or str(error)
             groups.board.post(here(ranks.seat), {"why": why, "restarts": bool(why_anew)})
@@ -706,7 +735,7 @@ class TrainingMembers:
 
     def _plan_to_join(self, after: int) -> MembershipPlan:
         """The newest plan that this worker is to join, once there is one newer than ``after``."""
-        watcher, seat = self._watcher, self._follower.ranks.seat
+        watcher, seat = self.watcher, self._follower.ranks.seat
         assert watcher is not None
         while True:
             plan = watcher.newest
@@ -721,7 +750,7 @@ class TrainingMembers:
 
     def _awaited(self, board: Board, name: str, plan: MembershipPlan | None) -> Any:
         """What the ranks that train post under a name; None where a plan newer than ``plan`` comes before."""
-        watcher = self._watcher
+        watcher = self.watcher
         assert watcher is not None
 
         def is_old() -> bool:
@@ -770,7 +799,7 @@ class TrainingMembers:
 
     def _held_version(self) -> int:
         """The version of the newest live plan that this rank holds; 0 where it holds none."""
-        held = None if self._watcher is None else self._watcher.newest
+        held = None if self.watcher is None else self.watcher.newest
         return 0 if held is None or held.mode != "live" else held.version
 
     def _write(self) -> None:
@@ -780,6 +809,7 @@ class TrainingMembers:
                 pid=os.getpid(),
                 time=time.time(),
                 why_restart=self._why_restart,
+                why_restart_at_loss=self._training.losses.why_restart,
                 version=self.version,
                 ready=self._ready,
                 agreed=self._agreed,

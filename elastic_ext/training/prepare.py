@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from elastic_ext.config.follower import ConfigFollower, follow_config
 from elastic_ext.data.sources import ReenteredSource, ShowingSource
 from elastic_ext.fsdp.checkpoint.job import Launched
+from elastic_ext.members.plan import LIVE, LOSSES
 from elastic_ext.profile.device_timeline import DeviceTimeline
 from elastic_ext.profile.memory.analyzer import Analyzer
 from elastic_ext.profile.output import ProfileOutput, TrainingFacts
@@ -41,6 +42,7 @@ from .checks import (
 )
 from .facts import FactsOfJob, processors, tell_of_model
 from .gradients.noise import Learning
+from .losses import Losses
 from .members import TrainingMembers, version_to_join
 from .optimizers.prepared import PreparedOptimizers, check_optimizers, remarks_on_optimizers
 from .optimizers.rates import OptimizerSettings
@@ -185,6 +187,7 @@ def prepare(
     training.profile_output = _profile_output(training)
     training.facts = FactsOfJob(training)
     training.members = TrainingMembers(training, joins=version_to_join(environ), on_world=on_world)
+    training.losses = Losses(training, is_asked_for=environ.get(LOSSES) == LIVE)
     training.session = session = Session(training)
     follower.reports.on_window = training.reports.see_window
     if training.spread.plan is not None:

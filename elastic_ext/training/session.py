@@ -274,6 +274,7 @@ class Session:
 
     def tell_resharded(self, report: ReshardReport) -> None:
         """Have all parts follow a change of plan that was made, and report it."""
+        self._training.members.tell_how()
         self.steps.weigh_anew()
         self._learning.forget()
         self.follower.heartbeat.note_change()

@@ -545,6 +545,15 @@ class ElasticTrainer:
         return self._counts.num_steps
 
     @property
+    def step_was_undone(self) -> bool:
+        """Whether the step that the loop left last was undone, as ranks were lost, and its samples come again.
+
+        The error that says so is held back where the other ranks go on: what stands behind ``with trainer.step():`` may
+        ask for it, before it uses what was made in the step.
+        """
+        return self._training.losses.step_was_undone
+
+    @property
     def num_micro_steps(self) -> int:
         """Micro-steps of the step under way, or of the one that ended last."""
         return self._prepared.steps.num_micro_steps

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .facts import FactsOfJob
     from .gradients.gradients import Gradients
     from .gradients.noise import Learning
+    from .losses import Losses
     from .members import MembersChange, TrainingMembers
     from .optimizers.accelerate import Accelerated
     from .optimizers.prepared import PreparedOptimizers
@@ -111,6 +112,8 @@ class Training:
     facts: FactsOfJob = field(init=False)
     members: TrainingMembers = field(init=False)
     """Which members train, and how that changes."""
+    losses: Losses = field(init=False)
+    """How training goes on where some of them are lost."""
     session: Session = field(init=False)
     parallelism: Parallelism | None = field(init=False, default=None)
     """The applier that changes how the model is sharded; None where it has no plan."""

@@ -42,6 +42,7 @@ from elastic_ext.records.metrics import JobEvent
 from elastic_ext.records.run_dir import GivenSeat
 from elastic_ext.training.steps.state import StepPhase
 from tests.support.file_operations import FileOperations
+from tests.support.pools import is_alive
 from tests.support.resharding import Net, all_of_it, by_blocks
 from tests.support.training import bits_of, trainer_of
 
@@ -164,6 +165,10 @@ class Job:
     """The step after which the first checkpoint that is saved fails on the worker in seat 1."""
     goes_on: Literal["", "with the step", "with the epoch"] = ""
     """With what the loop goes on where a checkpoint was not saved."""
+    dies: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    """By seat, the step and the moment in it at which a worker kills itself."""
+    outlives: bool = False
+    """Whether those who are left go on where others are lost."""
     last_version: int = 0
     """The plan three steps after which the job ends; 0 where it ends at ``last_step``."""
 
@@ -219,13 +224,20 @@ def plan_of(seats: Sequence[int]) -> MembershipPlan:
 
 
 def plan_after(
-    plan: MembershipPlan, port: int, *, joined: Sequence[int] = (), left: Sequence[int] = ()
+    plan: MembershipPlan,
+    port: int,
+    *,
+    joined: Sequence[int] = (),
+    left: Sequence[int] = (),
+    lost: Sequence[int] = (),
 ) -> MembershipPlan:
     """The live plan that comes next; seats are given in order, so that ``joined`` are the next ones."""
-    named = [f"node-{seat} joined" for seat in joined] + [f"node-{seat} left" for seat in left]
+    named = [f"the worker in seat {seat} was lost" for seat in lost]
+    named += [f"node-{seat} joined" for seat in joined] + [f"node-{seat} left" for seat in left]
     made = plan.changed(
         joined=[NodeShare(node_id=f"node-{seat}", host="here", first_rank=0, num_workers=1) for seat in joined],
         left=[f"node-{seat}" for seat in left],
+        lost=lost,
         reason=", ".join(named),
         time=time.time(),
         store=f"127.0.0.1:{port}",
@@ -329,6 +341,11 @@ class Agents:
         while not is_so():
             self._pause()
 
+    def wait_for_end(self, seat: int) -> None:
+        """Wait until a worker's process has ended, as its agent sees it."""
+        record = self.wait_for(seat, lambda record: True)
+        self.wait_until(lambda: not is_alive(record.pid))
+
     def kill(self, seat: int) -> None:
         """End a worker at once."""
         record = record_of(self.job, seat)
@@ -371,7 +388,9 @@ def place_in(job: Job, seat: int) -> Iterator[None]:
     given = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "ELASTIC_EXT_SEAT": str(seat)}
     if seat in job.joins:
         given["ELASTIC_EXT_JOINS"] = str(job.joins[seat])
-    before = {name: os.environ.get(name) for name in (*given, "ELASTIC_EXT_JOINS")}
+    if job.outlives:
+        given["ELASTIC_EXT_LOSSES"] = "live"
+    before = {name: os.environ.get(name) for name in (*given, "ELASTIC_EXT_JOINS", "ELASTIC_EXT_LOSSES")}
     os.environ.update(given)
     store: Any = dist.TCPStore("127.0.0.1", job.port, is_master=False)  # type: ignore[attr-defined]
     name = f"{job.folder} to {job.last_step}" if begins else f"{job.folder} {seat} alone"
@@ -593,8 +612,16 @@ class Training:
             self.num_undone += 1
         else:
             self.rows.append((step, self.trainer.data_parallel_size, tuple(numbers.tolist())))
+        at, moment = self.job.dies.get(self.seat, (-1, ""))
+        moment = moment if step == at else ""
+        _die(moment, "before forward")
         loss = functional.mse_loss(self.model(data), data)
+        _die(moment, "after forward")
+        if moment == "in backward":
+            first = next(self.inner.parameters())
+            first.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()  # type: ignore[no-untyped-call]
+        _die(moment, "after backward")
         writes = self.job.writes_rates
         if writes == "always" or (writes and self.trainer.data_parallel_size > len(self.job.first)):
             for group in self.optimizer.param_groups:
@@ -618,7 +645,7 @@ class Training:
             assert time.monotonic() < deadline, f"seat {self.seat} waits for {name}"
             time.sleep(0.005)
         if name is not None and self.job.looks:
-            self.trainer._training.members._watcher.refresh()
+            self.trainer._training.members.watcher.refresh()
         if self.job.rewinds and self.trainer._training.members._pending is not None:
             if self.job.proposes and self.seat == 0:
                 self.trainer.propose(self.job.proposes, "training goes back")
@@ -626,7 +653,7 @@ class Training:
         version = self.job.holds.get(step)
         if version is not None and version > self.trainer._training.members.version:
             (self.job.folder / _held(version, self.seat)).touch()
-            watcher = self.trainer._training.members._watcher
+            watcher = self.trainer._training.members.watcher
             assert watcher.wait_for_version(version, SECONDS), f"seat {self.seat} waits for plan {version}"
 
     def _state(self) -> dict[str, Any]:
@@ -666,6 +693,11 @@ class Training:
             evaluated=self.evaluated,
             best=float(self.best),
         )
+
+
+def _die(moment: str, now: str) -> None:
+    if moment == now:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_once_formed(number: signal.Signals) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.config.follower import ConfigFollower
-from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
+from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError, RanksError
 from elastic_ext.fsdp.checkpoint.folder.listing import Retention
 from elastic_ext.fsdp.checkpoint.job import JobCheckpoints, Launched
 from elastic_ext.fsdp.checkpoint.loading.source import Opened
@@ -217,10 +217,24 @@ class Checkpoints:
             return
         moment = self._moment_of(due, in_step=in_step)
         mode = self._mode(waits=due.is_asked_for, overlaps=in_step and self._may_overlap())
-        if due.marks is None:
-            self._save_or_warn(self._name_of(due), moment, mode)
-        elif self._has_changed(due):
-            self._save_again(moment, mode)
+        try:
+            if due.marks is None:
+                self._save_or_warn(self._name_of(due), moment, mode)
+            elif self._has_changed(due):
+                self._save_again(moment, mode)
+        except RanksError:  # it is still due to the ranks that are left, where some are lost
+            self._due = due
+            raise
+
+    def forget_due(self) -> bool:
+        """Forget the checkpoint that is due, and one that was being saved; gives whether one was due."""
+        due, self._due = self._due, None
+        return due is not None
+
+    def note_saved(self, told: Mapping[str, Any]) -> None:
+        """Take the checkpoint that was saved last for the one that another rank tells of, by ``tell``."""
+        self.path = None if told["path"] is None else Path(told["path"])
+        self.saved_step, self._names_of_now = told["saved_step"], set(told["names_of_now"])
 
     def _moment_of(self, due: _Due, *, in_step: bool) -> BoundaryState:
         """The counters, random states and position to save: of the boundary, or of now for one between two epochs.

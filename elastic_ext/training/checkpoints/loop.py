@@ -81,6 +81,20 @@ class Saving:
         self.checkpoints.begin_due()
         self.checkpoints.finish(drops_held=True)
 
+    def forget_others(self) -> bool:
+        """Give up what is being saved or held, without other ranks, as some are lost; gives whether a save is owed."""
+        self._take_down_fence()
+        self._copies_at = None
+        was_given_up = self._saver.forget_others()
+        if was_given_up:
+            self.checkpoints.saved_step = self.checkpoints.path = None
+        return self.checkpoints.forget_due() or was_given_up
+
+    def save_again(self) -> None:
+        """Save the state of now before the next step, with all ranks, for what some of them owed."""
+        self.checkpoints.note_due(is_asked_for=False)
+        self._steps.do_first(self.begin_due_in_step)
+
     def tell(self) -> dict[str, Any]:
         """Where saving checkpoints is, as JSON for a rank that joins."""
         try_at = None if self._try_at == math.inf else self._try_at

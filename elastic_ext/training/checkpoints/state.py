@@ -552,6 +552,14 @@ class TrainingState:
         put_extra_states(self.model, {name: unpack(each, tensors) for name, each in told[EXTRA_STATES].items()})
         self.counts.load_state_dict(told["counts"])
 
+    def join_within(self, told: Mapping[str, Any]) -> None:
+        """As ``join``, on a rank that is behind the others in the same epoch, whose loop goes on where they are."""
+        counts = self.counts
+        epochs = counts.epoch, counts.start_epoch, counts.is_resumed
+        self.join(told)
+        counts.epoch, counts.start_epoch, counts.is_resumed = epochs
+        self._batches.positions.go_back(unpack(told["position"], _tensors_told(told)), None)
+
     def go_on(self, told: Mapping[str, Any]) -> None:
         """Have the dataloader go on where the ranks are that this one has joined."""
         self._batches.positions.resume(unpack(told["position"], _tensors_told(told)), None)

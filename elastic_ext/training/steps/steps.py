@@ -115,6 +115,7 @@ class Steps:
         self._schedules = [schedule for optimizer in optimizers for schedule in optimizer.schedules]
         self._finite = gradients.finite = FiniteGradients(training)
         self._kept, self._keeps_all = Snapshot(training.model, training.registered), training.options.rollback == "full"
+        self._losses = training.losses
         self._scaler = training.prepared.scaler
         self._undoing = Rollback(training)
         self._checks = LoopChecks(training)
@@ -216,14 +217,17 @@ class Steps:
         ):
             state.move(StepEvent.ENTER_LAST)
         else:
-            self._enter()
+            self._enter_with_others()
         if self._heartbeat is not None:
             self._heartbeat.enter(state.index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End a micro-step; the last one of a step passes a boundary."""
+    ) -> bool:
+        """End a micro-step; the last one of a step passes a boundary.
+
+        An error of ranks that are lost is held back where those that are left go on without them.
+        """
         try:
             if self._checks.is_inside:
                 self._checks.end_micro_step()
@@ -231,10 +235,25 @@ class Steps:
                 self._leave()
             else:
                 self._fail(error)
+            return error is not None and self._losses.recover(error)
+        except Exception as failure:
+            if not self._losses.recover(failure):
+                raise
+            return True
         finally:
             if self._heartbeat is not None:
                 counts = self._counts
                 self._heartbeat.leave(counts.global_step, counts.num_boundaries, self._state.index)
+
+    def _enter_with_others(self) -> None:
+        """Begin a micro-step that is not like the one before; where ranks are lost meanwhile, one that comes again."""
+        while True:
+            try:
+                return self._enter()
+            except Exception as error:
+                if not self._losses.recover(error):
+                    raise
+                self.change_first(lambda: True)  # the batch in hand was cut for the ranks of before
 
     def _enter(self) -> None:
         """Begin a micro-step that is not like the one before."""
@@ -420,6 +439,25 @@ class Steps:
         if not (is_inside or state.phase is StepPhase.PARTIAL):
             self._logged.count()
 
+    def keep_everything(self) -> None:
+        """Keep what a step changes besides parameters, as with ``rollback="full"``, from the next step on."""
+        if not self._keeps_all:
+            self._keeps_all, self._is_like_before = True, False
+            self._gradients.on_shared_buffers = self._kept.take_shared
+
+    def forget_others(self) -> None:
+        """Owe other ranks nothing any more, as some of them are lost: no boundary, no passes, no change of members."""
+        if self._state.phase is StepPhase.OWING:
+            self._state.move(StepEvent.PASS)
+        self._to_meet = self._to_change = None
+        self._is_like_before, self.doubt = False, ""
+
+    def begin_behind(self) -> None:
+        """Begin the next step with what other ranks have committed, which this rank takes from them."""
+        if self.torn is not None:
+            self.start_over(passes_over=False)
+            self.go_on(passes_over=False)
+
     def weigh_anew(self) -> None:
         """Decide anew when gradients are weighed, as the way they are shared has changed; between two steps."""
         self._is_like_before = False
@@ -506,6 +544,7 @@ class Steps:
     def _begin(self, keep_batch: bool) -> bool:
         """Begin a step; gives whether it is to be taken back once it is entered, as ``change_first`` says."""
         state, gradients = self._state, self._gradients
+        self._losses.step_was_undone = False
         is_first, takes_back = state.phase is StepPhase.UNBEGUN, False
         if state.phase is StepPhase.OWING:
             self.pass_owed_boundary()

@@ -182,6 +182,7 @@ def _place_of(tensor: torch.Tensor) -> int:
 # what on the disk, which is rank_files.py's.
 
 _SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
+_GIVEN_UP_SECONDS = 2.0  # for the thread of a save to see that it is given up, unless it is writing
 
 
 def _raise(error: CheckpointError) -> None:
@@ -324,6 +325,22 @@ class Saver:
         self.finish_staging()
         save.join(seconds)
         return not _is_running(save)
+
+    def forget_others(self) -> bool:
+        """Give up the save under way and the held copy, without the other ranks, as some of them are lost.
+
+        Gives whether a save was given up that has not made its checkpoint.
+        """
+        self.finish_staging()
+        with self._lock:
+            self._held_save, saves = None, [self._under_way, self._written_late]
+            self._under_way = self._written_late = None
+        for save in saves:
+            if save is not None:
+                save.give_up("ranks that had a part in it are lost")
+                save.join(_GIVEN_UP_SECONDS)
+                self._abandoned_save = save
+        return any(save is not None and not save.is_made for save in saves)
 
     def take_world(self, world: World) -> None:
         """Save with the ranks of ``world`` from here on, which have exchanged nothing; no save is under way."""

@@ -1,0 +1,113 @@
+"""From which commit ranks go on once some of them are lost, and who takes what from whom. Pure.
+
+Words: a *piece* is what one rank of a group of shards holds; with whole copies on every rank there is one piece, and
+all hold it. A *commit* is a step that has ended with its optimizers' steps. Each rank that is left says which pieces it
+holds, as of which commits: those that it trains with, and copies of its own or of others. The same is decided from the
+same words on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_ext.records.json import JsonRecord
+
+__all__ = ["HeldPiece", "Salvage", "WhatIsLeft", "salvage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPiece(JsonRecord):
+    """A piece of the training state that a rank holds, as of a commit."""
+
+    step: int
+    """How many steps had been committed."""
+    piece: int
+    is_live: bool
+    """Whether this is what the rank trains with, and not a copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIsLeft(JsonRecord):
+    """What one rank says of itself once others are lost."""
+
+    seat: int
+    pieces: tuple[HeldPiece, ...]
+    """What it holds; nothing where its step was broken off between two optimizers, and no copy was kept."""
+    config: tuple[int, int]
+    """The version and the revision of the config in force."""
+    num_boundaries: int
+    """How many boundaries it has passed."""
+    step: int
+    """How many steps it has committed."""
+    owes_save: bool = False
+    """Whether a checkpoint was due, or being saved, that will not be made."""
+    is_like: str = ""
+    """A digest of what must be the same on all ranks, such as the names of tensors."""
+    why_not: str = ""
+    """Why this rank cannot go on without those who are lost, a sentence; empty where it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Salvage:
+    """The commit from which all ranks go on, and who has it; or why they cannot."""
+
+    step: int = 0
+    leader: int = 0
+    """The rank, among those that are left, from which all take what is no tensor: it has passed the most boundaries of
+    those whose own state is that of the commit."""
+    holders: Mapping[int, tuple[int, ...]]
+    """By piece, the ranks among those that are left that hold it as of the commit, those first that train with it."""
+    behind: tuple[int, ...] = ()
+    """The ranks that train with another commit, or with none that is whole, and take this one."""
+    why_not: str = ""
+    """Why ranks cannot go on, a sentence; empty where they can."""
+
+
+def salvage(rows: Sequence[WhatIsLeft], *, num_pieces: int) -> Salvage:
+    """The newest commit of which every piece is held by some rank, by the words of all that are left, in rank order.
+
+    Nobody goes back behind what the ranks that are left have committed all together: a step that any of them has
+    committed, and that is whole, is committed, since another rank may have acted on it.
+    """
+    if reasons := {row.why_not: row.seat for row in rows if row.why_not}:
+        why, seat = next(iter(reasons.items()))
+        return _not(f"{why} (seat {seat})")
+    if len({row.is_like for row in rows}) > 1:
+        return _not("the ranks that are left train different tensors")
+    steps = sorted({piece.step for row in rows for piece in row.pieces}, reverse=True)
+    missing: Mapping[int, list[int]] = {}
+    for step in steps:
+        holders = {piece: _holders(rows, step, piece) for piece in range(num_pieces)}
+        lost = [piece for piece, ranks in holders.items() if not ranks]
+        if not lost:
+            live = [rank for rank, row in enumerate(rows) if _trains_with(row, step)]
+            leaders = live or [rank for ranks in holders.values() for rank in ranks]
+            leader = max(leaders, key=lambda rank: (rows[rank].num_boundaries, rows[rank].config, -rank))
+            behind = tuple(rank for rank in range(len(rows)) if rank not in live)
+            return Salvage(step=step, leader=leader, holders=holders, behind=behind)
+        missing = {**missing, step: lost}
+    if not missing:
+        return _not("no rank that is left holds a whole step")
+    newest = max(missing)
+    which = ", ".join(map(str, missing[newest]))
+    return _not(f"nobody that is left holds piece {which} of {num_pieces} as of step {newest}, or of one before it")
+
+
+def _holders(rows: Sequence[WhatIsLeft], step: int, piece: int) -> tuple[int, ...]:
+    """The ranks that hold a piece as of a commit, those first that train with it."""
+    held = [
+        (not each.is_live, rank)
+        for rank, row in enumerate(rows)
+        for each in row.pieces
+        if (each.step, each.piece) == (step, piece)
+    ]
+    return tuple(dict.fromkeys(rank for _, rank in sorted(held)))
+
+
+def _trains_with(row: WhatIsLeft, step: int) -> bool:
+    return any(each.is_live and each.step == step for each in row.pieces)
+
+
+def _not(why: str) -> Salvage:
+    return Salvage(holders={}, why_not=why)

@@ -1,0 +1,296 @@
+"""How ranks go on without those that are lost: the step under way is undone, and comes again among those that are left.
+
+Words: a rank is *lost* once its process has ended or hangs, or its node is gone: agents decide that, and name its seat
+in a membership plan. A rank is *behind* where another one that is left has committed a step that it has not. What
+happens, in order:
+
+    an error leaves a step     it tells of a lost peer: this rank undoes its step, and waits for the plan
+    all hold the plan          each says on the plan's board what it holds; members/salvage.py decides on the commit
+                               from which all go on; groups of those that are left are formed
+    who is behind              takes what it lacks from one that is not
+    the loop goes on           its next batch is the first one of the same step, cut for the ranks that are there
+
+An error that leaves the loop elsewhere, as in an evaluation, is the script's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ext.config.agreement import JoinedAgreement
+from elastic_ext.errors import ElasticError
+from elastic_ext.fsdp.reshard.change import ChangeCost
+from elastic_ext.fsdp.worlds import Worlds
+from elastic_ext.members.plan import MembershipPlan
+from elastic_ext.members.regroup import Generation
+from elastic_ext.members.salvage import HeldPiece, Salvage, WhatIsLeft, salvage
+from elastic_ext.members.store import left
+from elastic_ext.ranks.board import BoardGone
+from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.ranks.notices import is_of_lost_peer
+from elastic_ext.records.text import counted
+
+from .joining import why_restart
+from .steps.state import StepPhase
+
+if TYPE_CHECKING:
+    from .training import Training
+
+__all__ = ["Losses"]
+
+_logger = logging.getLogger(__name__)
+
+PLAN_SECONDS = 60.0  # agents see the end of a process within a second, that of a node when its lease has run out
+_SLICE_SECONDS = 0.1
+_DOING = "going on without ranks that are lost"
+
+
+class Losses:
+    """Goes on with the ranks that are left once others are lost, on one of them."""
+
+    def __init__(self, training: Training, *, is_asked_for: bool) -> None:
+        """``is_asked_for`` says whether agents have those who are left go on, and do not start all workers anew."""
+        self._training = training
+        self._is_asked_for = is_asked_for
+        self.why_restart = ""
+        """Why all workers are started anew where one is lost, a sentence; empty where the others go on."""
+        self.step_was_undone = False
+        """Whether the step that the loop left last was undone, since ranks were lost, and comes again."""
+        self.plan_seconds = PLAN_SECONDS
+        """How long a rank that has lost others waits for a plan without them."""
+
+    def look(self) -> str:
+        """See whether ranks can go on without others, and be ready for it, between two steps; gives ``why_restart``."""
+        self.why_restart = self._why_restart()
+        is_ready = not self.why_restart
+        self._training.ranks.waits_for_accounts = not is_ready  # what others say comes too late then
+        if is_ready:
+            self._training.steps.keep_everything()
+        return self.why_restart
+
+    def _why_restart(self) -> str:
+        training = self._training
+        if not self._is_asked_for:
+            return "nobody has asked for it: elastic-run does, unless it is given --members=restart"
+        if why_not := why_restart(training):
+            return why_not
+        plan = training.spread.plan
+        if plan is None or not plan.is_replicated:
+            return "each rank has parts of the model that no other has"
+        return ""
+
+    # ---- in the loop ----
+
+    def recover(self, error: BaseException) -> bool:
+        """Go on without ranks that are lost, where ``error`` is of that; gives whether training does.
+
+        Called as ``error`` leaves a step, which was undone, or has ended. Raises where training cannot go on in this
+        process any more.
+        """
+        if self.why_restart or not isinstance(error, Exception) or not _tells_of_loss(error):
+            return False
+        training, members = self._training, self._training.members
+        began, after = time.perf_counter(), members.version
+        with training.follower.heartbeat.during(Activity.MEMBERS):
+            while (plan := self._awaited_plan(after)) is not None:
+                try:
+                    self._go_on(plan, began)
+                except (ElasticError, RuntimeError, OSError) as failure:  # as where another rank is lost meanwhile
+                    _logger.warning("membership %d does not come: %s", plan.version, failure)
+                    after = plan.version
+                else:
+                    return True
+        if after > members.version:
+            training.steps.give_up(
+                "ranks were lost, and those that are left could not go on together: start the job again, which "
+                "resumes from a checkpoint"
+            )
+        return False
+
+    def _awaited_plan(self, after: int) -> MembershipPlan | None:
+        """The newest plan without those who are lost, once there is one newer than ``after``; None where none comes."""
+        training = self._training
+        watcher, agreement = training.members.watcher, training.follower.agreement
+        deadline = time.monotonic() + self.plan_seconds
+        while watcher is not None and time.monotonic() < deadline and not agreement.is_leave_wanted:
+            plan = watcher.newest
+            if plan is not None and plan.version > after and plan.lost and plan.member_at(training.ranks.seat):
+                return plan
+            watcher.wait_for_version(after + 1 if plan is None else max(plan.version, after) + 1, _SLICE_SECONDS)
+        return None
+
+    def _go_on(self, plan: MembershipPlan, began: float) -> None:
+        """Come to a plan without those who are lost, with all that are left."""
+        training, ranks = self._training, self._training.ranks
+        seats = [name.seat for name in ranks.names]
+        member = plan.member_at(ranks.seat)
+        assert member is not None
+        owes_save = self._let_go_of_what_is_under_way()
+        groups = Generation(ranks, plan, old=None, new=member.rank, form_seconds=training.members.form_seconds)
+        own = self._what_is_left(owes_save=owes_save)
+        rows = self._exchange(groups, plan, own)
+        found = salvage(rows, num_pieces=1)
+        if found.why_not:
+            raise ElasticError(found.why_not)
+        deciding = time.perf_counter() - began
+        worlds = Worlds.unchanged(plan.world_size, training.spread.num_local)
+        change = training.members.prepared(worlds, member.rank, None)
+        training.gradients.let_go_of_groups()
+        training.guarding.let_go()
+        cost = training.spread.regroup(change, groups.agree, groups)
+        with ranks.in_step():
+            training.session.take_up_model()
+            drawn = self._take(found, member.rank)
+            training.members.come_to(plan, [drawn], has_own=False)
+            if any(row.owes_save for row in rows) and training.saving is not None:
+                training.saving.save_again()
+        self.step_was_undone = training.state.phase is StepPhase.TAKEN_BACK and member.rank not in found.behind
+        self._tell(plan, seats, found, cost, began, deciding)
+
+    def _let_go_of_what_is_under_way(self) -> bool:
+        """Forget what is under way with the ranks of before; gives whether a checkpoint is owed by that."""
+        training = self._training
+        training.steps.forget_others()
+        training.follower.agreement.forget_others()
+        training.members.drop("ranks that train are lost")
+        training.spread.wait()
+        return training.saving is not None and training.saving.forget_others()
+
+    # ---- what is left ----
+
+    def _what_is_left(self, *, owes_save: bool) -> WhatIsLeft:
+        training = self._training
+        counts, config = training.counts, training.follower.config
+        is_whole = training.steps.torn is None
+        piece = HeldPiece(step=counts.global_step, piece=0, is_live=True)
+        return WhatIsLeft(
+            seat=training.ranks.seat,
+            pieces=(piece,) if is_whole else (),
+            config=(config.version, config.revision),
+            num_boundaries=counts.num_boundaries,
+            step=counts.global_step,
+            is_like=hashlib.blake2b(repr([each for each, _ in self._tensors()]).encode(), digest_size=8).hexdigest(),
+            owes_save=owes_save,
+            why_not=self._why_restart(),
+        )
+
+    def _exchange(self, groups: Generation, plan: MembershipPlan, own: WhatIsLeft) -> list[WhatIsLeft]:
+        """What all that are left say, in the order of their ranks; ElasticError where a newer plan comes before."""
+        board, watcher = groups.quick_board, self._training.members.watcher
+        names = [left(member.seat) for member in plan.members]
+        board.post(left(own.seat), own.to_json())
+
+        def is_old() -> bool:
+            return watcher is not None and watcher.newest is not plan
+
+        if not board.wait(names, seconds=self._training.members.form_seconds, stop=is_old):
+            raise BoardGone("another membership plan has come" if is_old() else f"not all ranks hold {plan.version}")
+        return [WhatIsLeft.from_json(board.read(name)) for name in names]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of this training by name, but for what only this rank has."""
+        contents = self._training.saved_state.collect()
+        for each in (*contents.model, *contents.optim, *contents.extra):
+            if each.is_alias_of is None and each.kind != "opaque":
+                yield each.name, each.tensor
+
+    # ---- who is behind ----
+
+    def _take(self, found: Salvage, rank: int) -> Mapping[str, Any]:
+        """Be where the leader is; gives the states of its random generators. With all that are left."""
+        training, ranks = self._training, self._training.ranks
+        telling = json.dumps(self._to_tell(found)).encode() if rank == found.leader else b""
+        told = json.loads(ranks.broadcast(telling, found.leader, _DOING))
+        error: Exception | None = None
+        if rank in found.behind:
+            training.steps.begin_behind()
+        for _, tensor in self._tensors() if found.behind else ():
+            dist.broadcast(tensor.detach(), found.leader)
+        try:
+            if rank != found.leader:
+                self._take_up(told, is_behind=rank in found.behind)
+        except Exception as caught:  # of whatever script
+            error = caught
+        ranks.all_or_raise(error, _DOING)
+        drawn: Mapping[str, Any] = told["drawn"]
+        return drawn
+
+    def _to_tell(self, found: Salvage) -> dict[str, Any]:
+        training = self._training
+        return {
+            "agreement": asdict(training.follower.agreement.place_to_join),
+            "config": training.follower.agreement.tell_config(),
+            "backwards": training.steps.num_backwards,
+            "schedules": training.state.num_scheduled,
+            "boundaries": training.counts.num_boundaries,
+            "samples": training.counts.num_samples,
+            "state": training.saved_state.tell() if found.behind else None,
+            "saving": None if training.saving is None else training.saving.tell(),
+            "drawn": training.saved_state.drawn(),
+        }
+
+    def _take_up(self, told: Mapping[str, Any], *, is_behind: bool) -> None:
+        """Be where the leader is, by what it tells, on another rank; tensors of a rank that is behind are taken."""
+        training, agreement = self._training, self._training.follower.agreement
+        if is_behind:
+            training.saved_state.join_within(told["state"])
+            training.reports.count_anew()
+        training.counts.num_boundaries, training.counts.num_samples = told["boundaries"], told["samples"]
+        training.steps.num_backwards, training.state.num_scheduled = told["backwards"], told["schedules"]
+        agreement.join(JoinedAgreement(**told["agreement"]))
+        if told["config"] != agreement.tell_config():
+            training.session.take_up_config(agreement.join_config(told["config"], leaves_out=()))
+        if training.saving is not None:
+            training.saving.checkpoints.note_saved(told["saving"]["checkpoints"])
+
+    # ---- what is told ----
+
+    def _tell(
+        self,
+        plan: MembershipPlan,
+        seats: Sequence[int],
+        found: Salvage,
+        cost: ChangeCost,
+        began: float,
+        deciding: float,
+    ) -> None:
+        """Tell of a loss after which training goes on: an event, and a line in the log of the first rank."""
+        seconds = {
+            "deciding": deciding,
+            "wiring": cost.wiring_seconds,
+            "forming": cost.forming_seconds,
+            "moving": cost.moving_seconds,
+            "all": time.perf_counter() - began,
+        }
+        text = (
+            f"membership {plan.version} at step {found.step}: {plan.reason}; {counted(plan.world_size, 'rank')} "
+            f"{'goes' if plan.world_size == 1 else 'go'} on after step {found.step} without "
+            f"{'it' if len(plan.lost) == 1 else 'them'}: {seconds['all']:.2f} s without a step, the step is taken "
+            "again, no sample is lost or comes twice, no process was restarted"
+        )
+        self._training.members.tell_changed(
+            plan, seats, text, seconds=seconds, tells=True, more={"lost": list(plan.lost), "from": "peers"}
+        )
+
+
+def _tells_of_loss(error: BaseException) -> bool:
+    """Whether an error, or what it follows from, says that the process at the other end of a connection was gone."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        if isinstance(found, RuntimeError | ElasticError | ConnectionError) and is_of_lost_peer(
+            f"{type(found).__name__}: {found}"
+        ):
+            return True
+        seen.append(found)
+        found = found.__cause__ or found.__context__
+    return False
