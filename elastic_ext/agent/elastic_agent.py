@@ -34,6 +34,7 @@ from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, told
+from .losses import Losses, gone_in_words, lost_in_words
 from .members import Membership, NotTaken
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
@@ -93,8 +94,10 @@ class ElasticAgent(LocalElasticAgent):
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
         self._members = Membership(folders.run_dir, journal, meeting, launch)
+        self._losses = Losses(min_nodes=launch.min_nodes, open_store=meeting.open_store)
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
+        self._hung_ranks: Sequence[int] = ()  # without which others go on
         self._goes_on = False  # whether workers of before do, in a round that nodes have met for
         self._stop_by: float | None = None
         self._told_at: float | None = None  # that this node is to leave, where that waits for a change of members
@@ -236,6 +239,7 @@ class ElasticAgent(LocalElasticAgent):
         self._setup_healthcheck()
         workers = workers_of(self._launch, worker_group, envs, self._logs_specs, round_number=self._num_rounds)
         members.forget_workers()
+        self._losses.forget()
         self._pcontext = workers
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
@@ -258,18 +262,29 @@ class ElasticAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if self._members.is_joining:
             return self._monitor_joining(result)
-        if result.state == WorkerState.FAILED:
+        if result.state == WorkerState.FAILED and not self._do_without(self._failures_of(result.failures.values())):
             return self._judged(worker_group, result)
+        if result.state == WorkerState.FAILED:
+            result = RunResult(state=WorkerState.HEALTHY)
+        if result.state == WorkerState.HEALTHY:
+            self._follow_losses()
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY and (hang := self._tasks.look(self.watched)) is not None:
-            return self._hung(hang)
+            if not self._do_without_hung(hang):
+                return self._hung(hang)
         if result.state == WorkerState.HEALTHY and (plan := self._members.follow()) is not None:
-            self._take_plan(plan)
+            if self._members.seats_in(plan):
+                self._take_plan(plan)
+            else:
+                self._members.come_back()
+                return result
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
             self._members.tell_how()
+            if (why := self._members.why_restart_at_loss()) is not None:
+                self._losses.tell(self._board, why)
             self._members.hold_back_joins(self._board)
             self._look_for_drains()
             if (over := self._board.read_quietly("over")) is not None:
@@ -308,7 +323,7 @@ class ElasticAgent(LocalElasticAgent):
             num_failures=self._num_failures,
             has_failed=self._has_failed,
             is_finished=is_finished,
-            keeps_workers=self._is_planned and not is_finished,
+            keeps_workers=self._is_planned and not is_finished and not self._are_all_lost,
             time=time.time(),
         )
         seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
@@ -383,6 +398,7 @@ class ElasticAgent(LocalElasticAgent):
         place = [node.node_id for node in plan.nodes].index(self._launch.node_id)
         ranks = plan.nodes[place].ranks
         pids = {} if self.workers is None else self.workers.pids()
+        self._ranks = dict(enumerate(ranks))
         place_workers(
             self._worker_group,
             ranks,
@@ -391,7 +407,6 @@ class ElasticAgent(LocalElasticAgent):
             num_nodes=len(plan.nodes),
             pids=pids,
         )
-        self._ranks = dict(enumerate(ranks))
 
     def _place_alone(self, pids: Mapping[int, int]) -> None:
         """Give the workers of this node ranks of a world of their own; ``pids`` are of those that run."""
@@ -440,6 +455,95 @@ class ElasticAgent(LocalElasticAgent):
         raise NotTaken(why)
 
     # ---- failures ----
+
+    @property
+    def _are_all_lost(self) -> bool:
+        """Whether this node has no worker any more, as those of other nodes go on without them."""
+        return self.workers is not None and self.workers.are_lost
+
+    def _do_without(self, failures: Sequence[Failure]) -> bool:
+        """Have the workers of other nodes go on without those that have failed here; gives whether they do.
+
+        All workers of this node end with them, and start anew to join the others.
+        """
+        plan, change = self._members.plan, self._members.change
+        is_busy = change is not None and change.is_told and not change.plan.lost
+        if plan is None or is_busy or any(each.exit_code == EXIT_STATUS for each in failures):
+            return False
+        if self._why_restart_without(plan, self._members.seats_in(plan)):
+            return False
+        assert self.workers is not None
+        self._tell_failed(failures)
+        self.workers.lose()
+        words = dict.fromkeys(self._members.seats_in(plan), "")
+        self._losses.add(words | {each.seat: lost_in_words(each) for each in failures})
+        return True
+
+    def _do_without_hung(self, hang: Hang) -> bool:
+        """Have the workers of other nodes go on without those that hang, and end those here; gives whether they do.
+
+        Called on all nodes with the same hang, again and again until a plan is without them.
+        """
+        plan, change = self._members.newest_plan, self._members.change
+        nodes = {member.node_id for member in plan.members if member.rank in hang.ranks}
+        lost = [member.seat for member in plan.members if member.node_id in nodes]
+        is_busy = change is not None and change.is_told
+        if is_busy or not lost or self._why_restart_without(plan, lost):
+            return False
+        if hang.ranks == self._hung_ranks:
+            return True
+        self._hung_ranks = hang.ranks
+        self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
+        self._tasks.capture(self.watched, hang.reason)
+        own = self._hung_here(hang)
+        if own:
+            assert self.workers is not None
+            self.workers.lose()
+            words = dict.fromkeys(self._members.seats_in(plan), "")
+            self._losses.add(words | {each.seat: lost_in_words(each) for each in own})
+        return True
+
+    def _hung_here(self, hang: Hang) -> list[Failure]:
+        """The failures of the workers of this node that hang."""
+        return [
+            hung(each.rank, each.local_rank, each.process.pid, hang.reason, seat=each.seat, node=self._node)
+            for each in self.watched
+            if each.rank in hang.ranks
+        ]
+
+    def _why_restart_without(self, plan: MembershipPlan, lost: Iterable[int]) -> str:
+        """Why all workers are started anew as those in these seats are lost, a sentence; empty where others go on."""
+        places = {place: self._members.places[place] for place in self._members.member_places()}
+        return self._losses.why_restart(self._board, plan, lost, places, self._remaining_restarts)
+
+    def _follow_losses(self) -> None:
+        """Go on without workers that are lost, as soon as a node has made the plan without them."""
+        if self._members.plan is None:
+            return
+        self._look_for_gone()
+        plan = self._losses.next_plan(self._board, self._members.newest_plan, self._members.version + 1)
+        if plan is None:
+            return
+        self._num_failures += 1
+        self._journal.restart = self._num_failures
+        self._remaining_restarts -= 1
+        lost = ", ".join(map(str, plan.lost))
+        self._hung_ranks = ()
+        self._journal.tell("worker-lost", f"{plan.reason}; the others go on without", is_bad=True, seats=lost)
+        self._members.lose(plan, self._board)
+
+    def _look_for_gone(self) -> None:
+        """Have the workers of nodes that are gone count as lost, where the others can go on without them."""
+        if len(self._members.places) == 1:
+            return
+        self._meeting.num_nodes_waiting()  # which looks
+        board, plan = self._board, self._members.newest_plan
+        places = self._meeting.departed() - self._meeting.passed_over
+        places -= board.who_told("meeting") | board.who_told("leaving") if places else frozenset()
+        lost = gone_in_words(plan, {self._members.places[place] for place in places})
+        if lost and not self._why_restart_without(plan, lost):
+            self._meeting.passed_over |= places
+            self._losses.add(lost)
 
     def _judged(self, group: WorkerGroup, result: RunResult) -> RunResult:
         """The torch result for workers that failed: FAILED for a failure, HEALTHY where it was a change of membership.
@@ -499,12 +603,7 @@ class ElasticAgent(LocalElasticAgent):
         """The FAILED result for hung workers, once the stacks of all workers are written."""
         self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
         self._tasks.capture(self.watched, hang.reason)
-        own = [
-            hung(each.rank, each.local_rank, each.process.pid, hang.reason, seat=each.seat, node=self._node)
-            for each in self.watched
-            if each.rank in hang.ranks
-        ]
-        everyone = self._everyone(own)
+        everyone = self._everyone(self._hung_here(hang))
         self._has_failed = True
         self._stop_by = time.monotonic() + min(_HURT_SECONDS, self._launch.shutdown_seconds)
         if self._remaining_restarts == 0:

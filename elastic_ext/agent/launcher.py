@@ -32,6 +32,7 @@ from elastic_ext.doctor.records import NodeHardware
 from elastic_ext.errors import in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
 from elastic_ext.members.decision import MembersChoice
+from elastic_ext.members.plan import LIVE, LOSSES
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.ranks.processes import this_process
@@ -435,6 +436,7 @@ class _Launch:
                 "ELASTIC_EXT_STAGING_DIR": str(folders.staging),
                 "ELASTIC_EXT_PULSE_DIR": str(folders.pulses),
                 "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(self._shutdown_seconds, 1.0)),
+                **({} if self._members == "restart" else {LOSSES: LIVE}),
             },
             inherited=self._environ,
             as_given=self._as_given,

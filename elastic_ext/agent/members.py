@@ -279,6 +279,17 @@ class Membership:
         """Whether the workers of this node warm up to join those of others."""
         return self.change is not None and self.change.is_joining and self.plan is None
 
+    @property
+    def version(self) -> int:
+        """The version of the newest plan that is known."""
+        return self._version
+
+    @property
+    def newest_plan(self) -> MembershipPlan:
+        """The newest plan without workers that are lost, whether or not they have come to it; else the one in force."""
+        assert self.plan is not None, "it trains"
+        return self.change.plan if self.change is not None and self.change.plan.lost else self.plan
+
     def seats_in(self, plan: MembershipPlan) -> list[int]:
         """The seats of this node's workers by a plan, in the order of their ranks."""
         return [member.seat for member in plan.members if member.node_id == self._node_id]
@@ -346,6 +357,19 @@ class Membership:
         ranks = {member.seat: member.rank for member in self.plan.members}
         records = member_records(self._run_dir, self.seats_in(self.plan))
         return why_restart_of(self.choice, records, ranks, host=host) or self._refusal
+
+    def why_restart_at_loss(self) -> str | None:
+        """Why all workers are started anew where one is lost, as those of this node say; None as long as they do not.
+
+        Empty where the others go on.
+        """
+        if self.plan is None:
+            return None
+        records = member_records(self._run_dir, self.seats_in(self.plan))
+        if not records:
+            return ""
+        whys = [None if each is None else each.why_restart_at_loss for each in records.values()]
+        return None if None in whys else next((why for why in whys if why), "")
 
     def tell_how(self) -> None:
         """Tell how members can change, as soon as the workers of this node say it."""
@@ -442,6 +466,16 @@ class Membership:
             limit_seconds=self._launch.shutdown_seconds,
             on_ready=tell_workers,
         )
+
+    def lose(self, plan: MembershipPlan, board: RoundBoard) -> None:
+        """Have the workers of this node come to a plan without those who are lost, in the place of any other change."""
+        self._version = plan.version
+        self._then, self.leavers = None, []
+        self.change = self._change_by(plan, (), board)
+
+    def come_back(self) -> None:
+        """Have all nodes meet, so that this one joins, whose workers were lost while those of others have gone on."""
+        self.plan, self.change, self.wants_meeting = None, None, True
 
     def settle(self) -> MembershipPlan | None:
         """Let go of the change under way, as nodes meet again; gives its plan if workers here have come to it."""

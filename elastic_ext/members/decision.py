@@ -31,6 +31,7 @@ __all__ = [
     "in_force",
     "settle",
     "stage_of",
+    "why_restart_at_loss",
     "why_restart_of",
 ]
 
@@ -256,8 +257,7 @@ def _live(
         for each in words
         if each.node_id in decision.joined
     ]
-    # Generations are as far ahead as versions: those of plans that did not come are used by nobody else.
-    last = replace(plan, version=version - 1, generation=plan.generation + version - 1 - plan.version)
+    last = plan.at_version(version - 1)
     found: list[MembershipPlan] = []
     if decision.takes_back:
         reason = f"the membership stays as it was: {decision.why or 'nobody joins or leaves'}"
@@ -289,6 +289,35 @@ def _shares(words: Sequence[NodeWords]) -> tuple[NodeShare, ...]:
 def _why(joined: Collection[str], lost: Collection[str], has_failed: bool) -> str:
     reasons = [f"{name} joined" for name in joined] + [f"{name} left or was lost" for name in lost]
     return ", ".join(reasons) or ("workers failed" if has_failed else "nodes met again")
+
+
+# --- what nodes decide once workers are lost -------------------------------------------------------------------------
+
+
+def why_restart_at_loss(
+    plan: MembershipPlan, lost: Collection[int], told: Mapping[str, str], *, min_nodes: int, num_left: int
+) -> str:
+    """Why all workers are started anew as those in the seats ``lost`` are gone, a sentence; empty where others go on.
+
+    ``plan`` is in force, ``told`` has by node why its workers cannot go on, empty where they can, and ``num_left`` is
+    how many failures may be counted yet. Of two parts of the nodes that have lost each other the larger one goes on;
+    of equal ones that which reaches the store of the round, and no other part can decide.
+    """
+    left = {member.node_id for member in plan.members if member.seat not in lost}
+    nodes = {node.node_id for node in plan.nodes}
+    if not left:
+        return "all workers are lost, and the state of training with them"
+    if num_left < 1:
+        return "no more failures are allowed (--max-restarts)"
+    if silent := sorted(left - told.keys()):
+        return f"{', '.join(silent)} has not said that its workers can go on"
+    if why := next((f"{told[node]} ({node})" for node in sorted(left) if told[node]), ""):
+        return why
+    if len(left) < min_nodes:
+        return f"{len(left)} nodes have workers left, and the job needs {min_nodes} (--nnodes)"
+    if 2 * len(left) < len(nodes):
+        return f"only {len(left)} of {len(nodes)} nodes are left, and the others may train on"
+    return ""
 
 
 # --- how far a change is that workers go on in, by what the nodes say while it goes on -------------------------------

@@ -122,6 +122,10 @@ class MembershipPlan(JsonRecord):
         """Whether the same workers train by both plans, with the same ranks."""
         return [(each.rank, each.seat) for each in self.members] == [(each.rank, each.seat) for each in other.members]
 
+    def at_version(self, version: int) -> MembershipPlan:
+        """This plan as if plans up to ``version`` had come: their names for process groups are used by nobody else."""
+        return replace(self, version=version, generation=self.generation + version - self.version)
+
     def changed(
         self,
         *,

@@ -152,7 +152,7 @@ def train(trainer, model, optimizer, loader, file, options, tells) -> None:  # t
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        samples += indices.tolist()
+        samples = [] if trainer.step_was_undone else samples + indices.tolist()
         if trainer.global_step == options.full_from > step and not was_restarted():
             FileOperations(options.folder / "checkpoints", "full", range(100000), like="os.mkdir")
         if trainer.global_step > step:

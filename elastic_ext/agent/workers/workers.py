@@ -4,6 +4,7 @@ agent.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -89,6 +90,8 @@ class Workers(PContext):
         self._numa = numa
         self._contexts: dict[int, PContext] = {}
         self._ended: dict[int, RunProcsResult] = {}
+        self.are_lost = False
+        """Whether those of other nodes go on without them."""
         self._processes: dict[int, ProcessIdentity] = {}
 
     @property
@@ -115,6 +118,14 @@ class Workers(PContext):
                 )
             )
         return tuple(found)
+
+    def lose(self) -> None:
+        """End all workers at once, as some have failed, and those of other nodes go on without them."""
+        self.are_lost = True
+        for local_rank, process in self._processes.items():
+            if local_rank not in self._ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     def pids(self) -> dict[int, int]:
         return {local_rank: context.pids()[0] for local_rank, context in self._contexts.items()}
@@ -158,7 +169,7 @@ class Workers(PContext):
         failures = {rank: one.failures[0] for rank, one in self._ended.items() if one.failures}
         for local_rank, failure in failures.items():
             failure.local_rank = local_rank
-        if not failures and len(self._ended) < self.nprocs:
+        if self.are_lost or (not failures and len(self._ended) < self.nprocs):
             return None
         return RunProcsResult(
             return_values={} if failures else {rank: one.return_values.get(0) for rank, one in self._ended.items()},
@@ -245,7 +256,13 @@ def environments(
 
 
 def place_workers(
-    group: WorkerGroup, ranks: Sequence[int], *, world_size: int, place: int, num_nodes: int, pids: Mapping[int, int]
+    group: WorkerGroup,
+    ranks: Sequence[int],
+    *,
+    world_size: int,
+    place: int,
+    num_nodes: int,
+    pids: Mapping[int, int],
 ) -> None:
     """Give the workers of a node their ranks in another way than torch's rendezvous has, and those that run their pids.
 
