@@ -270,9 +270,9 @@ class ElasticAgent(LocalElasticAgent):
             self._follow_losses()
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
-        if result.state == WorkerState.HEALTHY and (hang := self._tasks.look(self.watched)) is not None:
-            if not self._do_without_hung(hang):
-                return self._hung(hang)
+        hang = self._tasks.look(self.watched) if result.state == WorkerState.HEALTHY else None
+        if hang is not None and not self._do_without_hung(hang):
+            return self._hung(hang)
         if result.state == WorkerState.HEALTHY and (plan := self._members.follow()) is not None:
             if self._members.seats_in(plan):
                 self._take_plan(plan)
@@ -488,7 +488,7 @@ class ElasticAgent(LocalElasticAgent):
         nodes = {member.node_id for member in plan.members if member.rank in hang.ranks}
         lost = [member.seat for member in plan.members if member.node_id in nodes]
         is_busy = change is not None and change.is_told
-        if is_busy or not lost or self._why_restart_without(plan, lost):
+        if is_busy or hang.may_be_elsewhere or not lost or self._why_restart_without(plan, lost):
             return False
         if hang.ranks == self._hung_ranks:
             return True

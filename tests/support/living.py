@@ -167,6 +167,8 @@ class Job:
     """With what the loop goes on where a checkpoint was not saved."""
     dies: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     """By seat, the step and the moment in it at which a worker kills itself."""
+    breaks: Mapping[int, int] = field(default_factory=dict)
+    """By seat, the step in which a worker loses its connections once its backward pass has ended."""
     outlives: bool = False
     """Whether those who are left go on where others are lost."""
     last_version: int = 0
@@ -622,6 +624,8 @@ class Training:
             first.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()  # type: ignore[no-untyped-call]
         _die(moment, "after backward")
+        if self.job.breaks.get(self.seat) == step:
+            raise RuntimeError("planted: Connection closed by peer")
         writes = self.job.writes_rates
         if writes == "always" or (writes and self.trainer.data_parallel_size > len(self.job.first)):
             for group in self.optimizer.param_groups:
@@ -633,6 +637,8 @@ class Training:
             self.optimizer.zero_grad()
 
     def _hold(self, step: int) -> None:
+        at, moment = self.job.dies.get(self.seat, (-1, ""))
+        _die(moment if step == at else "", "after step")
         if self.job.fails_to_save == step and self.seat == 1:
             FileOperations(self.job.folder / "saved", "full", 0, like="os.writev")
         config = self.job.configs.get(step)

@@ -4,12 +4,15 @@ process."""
 
 from __future__ import annotations
 
+import itertools
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastic_ext import CheckpointInterval
 from elastic_ext.members.plan import MembershipPlan
 from tests.support.living import Agents, Job, Lived, events_of, in_segments, live, plan_after, plan_of, samples_by_step
 from tests.support.ranks import RankPool, RanksFailed
@@ -19,16 +22,38 @@ def survivors(ranks: RankPool, job: Job, plans: Sequence[MembershipPlan], num_wo
     """What the workers that are left have lived through, where agents write each plan once its lost ones have ended."""
 
     def script(agents: Agents) -> None:
-        for before, plan in zip(plans, plans[1:], strict=False):
+        for before, plan in itertools.pairwise(plans):
             for seat in plan.lost:
                 agents.wait_for_end(seat)
             agents.write([member.seat for member in before.members if member.seat not in plan.lost], plan)
 
     with Agents(job, plans, script):
         found = ranks.run_outcomes(num_workers, live, job, process_group=False, deadline_seconds=90.0)
-    if [seat for seat, each in enumerate(found) if not each.ok] != sorted(job.dies):
+    if [seat for seat, each in enumerate(found) if not each.ok] != sorted({*job.dies, *job.signals}):
         raise RanksFailed(found, 90.0)
     return [each.value for each in found if each.ok and each.value is not None]
+
+
+def of_restarts(ranks: RankPool, job: Job, worlds: Sequence[tuple[int, int]]) -> Lived:
+    """What the first rank of the last of these worlds comes to, where each begins with the one before's checkpoint."""
+    found: Lived | None = None
+    for each in in_segments(replace(job, dies={}, breaks={}, outlives=False), worlds):
+        found = ranks.run(each.first[-1] + 1, live, each, process_group=False)[0]
+    assert found is not None
+    return found
+
+
+def check_samples(ranks: RankPool, job: Job, found: Sequence[Lived], *, since: int) -> None:
+    """The samples of each step since that one, as the survivors have taken it in the end, are those of one process."""
+    alone = replace(
+        job, folder=job.folder / "alone", first=(0,), dies={}, breaks={}, outlives=False, saves=False, options={}
+    )
+    with Agents(alone, [plan_of([0])]):
+        one = ranks.run(1, live, alone, process_group=False)
+    last = {step: size for each in found for step, size, _ in each.rows}  # that which it was taken with at last
+    taken = [replace(each, rows=[row for row in each.rows if row[1] == last[row[0]]]) for each in found]
+    expected = {step: numbers for step, numbers in samples_by_step(one).items() if step >= since}
+    assert {step: numbers for step, numbers in samples_by_step(taken).items() if step >= since} == expected
 
 
 @pytest.mark.parametrize("moment", ["before forward", "after forward", "in backward", "after backward"])
@@ -37,27 +62,76 @@ def test_a_rank_is_killed_in_a_step_and_the_others_take_it_again(
 ) -> None:
     first = plan_of([0, 1, 2])
     job = Job(
-        folder=tmp_path,
-        port=port,
-        first=(0, 1, 2),
-        last_step=9,
-        dies={1: (4, moment)},
-        outlives=True,
-        draws=True,
+        folder=tmp_path, port=port, first=(0, 1, 2), last_step=9, dies={1: (4, moment)}, outlives=True, draws=True
     )
     found = survivors(ranks, job, [first, plan_after(first, port, lost=[1])], 3)
     zero, two = found
     assert zero.changes == [(2, 4, 0, 2)] and two.changes == [(2, 4, 1, 2)]
     assert zero.ids_stay and two.ids_stay
-    again: list[Lived] = []
-    for each in in_segments(replace(job, dies={}), [(4, 3), (9, 2)]):
-        again = [one for one in ranks.run(each.first[-1] + 1, live, each, process_group=False) if one is not None]
-    assert zero.state == two.state == again[0].state
+    assert zero.state == two.state == of_restarts(ranks, job, [(4, 3), (9, 2)]).state
     event = events_of(job, 0, "members-changed")[0]
-    assert "2 ranks go on after step 4 without it" in event.text
-    committed = [replace(one, rows=[row for row in one.rows if row[0] != 4 or row[1] == 2]) for one in found]
-    alone = replace(job, folder=tmp_path / "alone", first=(0,), dies={}, outlives=False, draws=False)
-    with Agents(alone, [plan_of([0])]):
-        one = ranks.run(1, live, alone, process_group=False)
-    later = {step: numbers for step, numbers in samples_by_step(one).items() if step >= 4}
-    assert {step: numbers for step, numbers in samples_by_step(committed).items() if step >= 4} == later
+    assert "2 ranks go on after step 4 without it" in event.text and event.details["from"] == "peers"
+    check_samples(ranks, job, found, since=4)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_who_is_behind_takes_the_step_that_another_rank_has_committed(
+    ranks: RankPool, tmp_path: Path, port: int, behind: int
+) -> None:
+    first = plan_of([0, 1, 2])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1, 2),
+        last_step=9,
+        breaks={behind: 4},
+        dies={2: (5, "after step")},
+        outlives=True,
+        draws=behind != 0,  # who is ahead has drawn other numbers than the first rank, which a checkpoint would have
+    )
+    found = survivors(ranks, job, [first, plan_after(first, port, lost=[2])], 3)
+    assert [each.changes for each in found] == [[(2, 5, 0, 2)], [(2, 5, 1, 2)]]
+    assert found[0].state == found[1].state == of_restarts(ranks, job, [(5, 3), (9, 2)]).state
+    check_samples(ranks, job, found, since=5)
+
+
+def test_the_first_rank_is_killed_and_the_next_one_saves_in_its_place(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1, 2])
+    job = Job(
+        folder=tmp_path,
+        port=port,
+        first=(0, 1, 2),
+        last_step=9,
+        dies={0: (4, "in backward")},
+        outlives=True,
+        saves=True,
+        options={"checkpoint_interval": CheckpointInterval(steps=2)},
+    )
+    found = survivors(ranks, job, [first, plan_after(first, port, lost=[0])], 3)
+    assert [each.changes for each in found] == [[(2, 4, 0, 2)], [(2, 4, 1, 2)]]
+    assert found[0].state == found[1].state
+    saved = sorted((tmp_path / "saved").rglob("COMMIT"))
+    names = [each.parent.name for each in saved]
+    assert {"step_2", "step_6", "step_8", "step_9"} <= {*names}
+    check_samples(ranks, job, found, since=4)
+
+
+@pytest.mark.parametrize("ends", ["as groups are formed", "at once"])
+def test_two_ranks_are_lost_one_after_the_other_or_together(
+    ranks: RankPool, tmp_path: Path, port: int, ends: str
+) -> None:
+    first = plan_of([0, 1, 2, 3])
+    job = Job(folder=tmp_path, port=port, first=(0, 1, 2, 3), last_step=9, outlives=True, draws=True)
+    if ends == "at once":
+        job = replace(job, dies={1: (4, "in backward"), 2: (4, "after forward")})
+        plans = [first, plan_after(first, port, lost=[1, 2])]
+    else:
+        job = replace(job, dies={1: (4, "in backward")}, signals={2: signal.SIGKILL})
+        second = plan_after(first, port, lost=[1])
+        plans = [first, second, plan_after(second, port, lost=[2])]
+    found = survivors(ranks, job, plans, 4)
+    assert [each.changes for each in found] == [[(len(plans), 4, 0, 2)], [(len(plans), 4, 1, 2)]]
+    assert found[0].state == found[1].state == of_restarts(ranks, job, [(4, 4), (9, 2)]).state
+    check_samples(ranks, job, found, since=4)
