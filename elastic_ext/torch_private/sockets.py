@@ -65,7 +65,6 @@ _CONNECTED, _LISTENS = b"\x01", b"\x0a"  # states of TCP, the first byte of TCP_
 _ANSWER_BYTES = 128  # the longest sockaddr
 _IPV4_BYTES = 4
 _MAPPED = b"\0" * 10 + b"\xff" * 2  # what an IPv4 address has before it as one of IPv6
-_EVERY_ADDRESS = ("0.0.0.0", "::")
 _DIGEST_BYTES = 8
 _LOOPBACK_OF_THE_TEST = "127.83.79.67"  # a loopback address as all of 127.0.0.0/8, where nothing else listens
 _TEST_SECONDS = 10.0  # for what takes 1 ms
@@ -134,8 +133,8 @@ def candidates(before: Iterable[TcpSocket], after: Iterable[TcpSocket]) -> tuple
     """The connections that came up between two looks at this process's sockets; none that it has with itself."""
     known = {each.inode for each in before}
     new = [each for each in after if each.inode not in known]
-    # gloo listens on one address; a store, and most of what a script may begin meanwhile, on all of the machine
-    listening = {each.local for each in new if each.remote is None and each.local.host not in _EVERY_ADDRESS}
+    # A store, and most of what a script may begin meanwhile, listens on 0.0.0.0, which is no connection's address.
+    listening = {each.local for each in new if each.remote is None}
     ends = {(each.local, each.remote) for each in new}
     return tuple(
         Candidate(socket=each, is_accepted=each.local in listening)

@@ -4,9 +4,11 @@ end, and nothing else of the process is touched."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import struct
@@ -304,17 +306,21 @@ def test_what_a_later_look_finds_is_severed_too(connect: Callable[[], Connection
 
 
 def test_a_descriptor_that_is_closed_or_is_another_files_is_left_alone(
-    connect: Callable[[], Connection], opened: contextlib.ExitStack
+    connect: Callable[[], Connection], tmp_path: Path
 ) -> None:
     closed, replaced, by_a_file, stays = connect(), connect(), connect(), connect()
     sockets = GroupSockets(each.noted for each in (closed, replaced, by_a_file, stays))
     other = connect()
     closed.near.close()
     assert os.dup2(other.near.fileno(), replaced.noted.descriptor) == replaced.noted.descriptor
-    with open(os.devnull) as file:
+    with open(tmp_path / "file", "w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
         os.dup2(file.fileno(), by_a_file.noted.descriptor)
         assert sockets.sever() == 1
-        assert os.fstat(by_a_file.noted.descriptor).st_ino == os.fstat(file.fileno()).st_ino
+        inode = os.fstat(by_a_file.noted.descriptor).st_ino
+        assert inode == os.fstat(file.fileno()).st_ino
+        # Any descriptor of the file that this process closes ends the lock.
+        assert re.search(rf"POSIX .* {os.getpid()} \S+:{inode} ", Path("/proc/locks").read_text())
     assert other.is_open() and not stays.is_open()
 
 
