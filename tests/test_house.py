@@ -313,6 +313,7 @@ OWN_THREADS: Mapping[str, str] = {
     "data.workers.worker_process:ParentQueues.put": "sends what a worker process makes, until that ends",
     "data.workers.worker_process:end_with_parent": "waits for the end of the parent, and ends its process",
     "profile.memory.analysis_process:main": "waits for the end of the parent, and ends its process",
+    "torch_private.sockets:_pair_of_groups": "lies below the floor of OwnedThread; waited for where it is begun",
     "training.checkpoints.signals:spare_loader_workers.in_worker": "waits for a signal, and ends its process",
 }
 CALLS_A_STORE = "ranks.board"
@@ -323,6 +324,7 @@ NAMES_A_STORE: Mapping[str, str] = {
     "doctor.meeting": "gives torch's process group of two nodes a part of the store where they have met",
     "members.regroup": "gives torch's process groups of a live plan a part of the store that the plan names",
     "torch_private.groups": "resets torch's count of process groups by making one, which needs a store",
+    "torch_private.sockets": "tries a group of two ranks in one process, which meet in a store",
     "ranks.group": "the board of a job of one rank is in the memory of its process",
 }
 STORE_METHODS = frozenset({"add", "check", "clone", "compare_set", "delete_key", "get", "set", "wait"})

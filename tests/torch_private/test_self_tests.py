@@ -24,7 +24,7 @@ import elastic_ext
 from elastic_ext.fsdp.reshard import ddp
 from elastic_ext.fsdp.reshard import fully_shard as units
 from elastic_ext.profile.memory import analysis
-from elastic_ext.torch_private import engine, gradients, loading, loss_graph, meshes, module_hooks, sharded
+from elastic_ext.torch_private import engine, gradients, loading, loss_graph, meshes, module_hooks, sharded, sockets
 
 ALONE = ("__main__", "sitecustomize")
 """Last names of modules that are programs: to import one is to run it."""
@@ -95,6 +95,10 @@ def test_models_that_are_wrapped_keep_what_steps_and_checkpoints_look_for(group:
     gradients.forget_step(unit)
     assert gradients.can_take_back_passes() == (torch.__version__ >= "2.13")
     assert [part.shape for part in sharded.flat_parts(flat)] == [(2, 2), (2,)]
+
+
+def test_collectives_can_be_ended_by_the_sockets_of_their_groups() -> None:
+    sockets.make_sure_of_sockets()
 
 
 def test_sharding_can_be_changed_in_place(group: None) -> None:
