@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,16 @@ from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.heartbeat import Activity
 from elastic_ext.ranks.notices import is_of_lost_peer
 from elastic_ext.records.text import counted
+from elastic_ext.torch_private.sockets import (
+    GroupSockets,
+    TcpSocket,
+    candidates,
+    make_sure_of_sockets,
+    num_connections,
+    open_sockets,
+    shared_with_others,
+    to_tell,
+)
 
 from .joining import why_restart
 from .steps.state import StepPhase
@@ -65,6 +75,8 @@ class Losses:
         """Why all workers are started anew where one is lost, a sentence; empty where the others go on."""
         self.step_was_undone = False
         """Whether the step that the loop left last was undone, since ranks were lost, and comes again."""
+        self._sockets = GroupSockets()
+        self._why_not_ended: str | None = None  # a collective that ranks have left; not tried so far
         self.plan_seconds = PLAN_SECONDS
         """How long a rank that has lost others waits for a plan without them."""
 
@@ -81,12 +93,36 @@ class Losses:
         training = self._training
         if not self._is_asked_for:
             return "nobody has asked for it: elastic-run does, unless it is given --members=restart"
-        if why_not := why_restart(training):
+        if self._why_not_ended is None:
+            self._why_not_ended = _why_not(make_sure_of_sockets)
+        if why_not := why_restart(training) or self._why_not_ended:
             return why_not
         plan = training.spread.plan
         if plan is None or not plan.is_replicated:
             return "each rank has parts of the model that no other has"
         return ""
+
+    def note_connections(self, before: Sequence[TcpSocket] = ()) -> None:
+        """Find the connections of the process groups, with all ranks: those that came up since a look ``before``.
+
+        Where there are more of them than groups have, some are the script's own, and none is ever shut down.
+        """
+        ranks = self._training.ranks
+        self._sockets = GroupSockets()
+        if not self._is_asked_for or ranks.world_size == 1:
+            return
+        found = candidates(before, open_sockets())
+        shared = shared_with_others(found, ranks.gather(to_tell(found), "finding the connections of process groups"))
+        most = num_connections()
+        if most is None or len(shared) <= most:
+            self._sockets = GroupSockets(shared)
+
+    def hear(self) -> None:
+        """End what this rank may wait for for ever, where a plan has come by which ranks are lost; on any thread."""
+        members = self._training.members
+        plan = None if members.watcher is None else members.watcher.newest
+        if plan is not None and plan.lost and plan.version > members.version and not self.why_restart:
+            self._sockets.sever()
 
     # ---- in the loop ----
 
@@ -100,13 +136,16 @@ class Losses:
             return False
         training, members = self._training, self._training.members
         began, after = time.perf_counter(), members.version
+        self._sockets.sever()  # so that those who wait for this rank do so no longer
         with training.follower.heartbeat.during(Activity.MEMBERS):
             while (plan := self._awaited_plan(after)) is not None:
+                before = open_sockets()
                 try:
-                    self._go_on(plan, began)
+                    self._go_on(plan, began, before)
                 except (ElasticError, RuntimeError, OSError) as failure:  # as where another rank is lost meanwhile
                     _logger.warning("membership %d does not come: %s", plan.version, failure)
                     after = plan.version
+                    self._sever_since(before)
                 else:
                     return True
         if after > members.version:
@@ -128,7 +167,13 @@ class Losses:
             watcher.wait_for_version(after + 1 if plan is None else max(plan.version, after) + 1, _SLICE_SECONDS)
         return None
 
-    def _go_on(self, plan: MembershipPlan, began: float) -> None:
+    def _sever_since(self, before: Sequence[TcpSocket]) -> None:
+        """Shut down the connections of groups that were formed since, and of which not all ranks have heard yet."""
+        found, most = candidates(before, open_sockets()), num_connections()
+        if most is not None and len(found) <= most:
+            GroupSockets(each.socket for each in found).sever()
+
+    def _go_on(self, plan: MembershipPlan, began: float, before: Sequence[TcpSocket]) -> None:
         """Come to a plan without those who are lost, with all that are left."""
         training, ranks = self._training, self._training.ranks
         seats = [name.seat for name in ranks.names]
@@ -150,7 +195,7 @@ class Losses:
         with ranks.in_step():
             training.session.take_up_model()
             drawn = self._take(found, member.rank)
-            training.members.come_to(plan, [drawn], has_own=False)
+            training.members.come_to(plan, [drawn], has_own=False, before=before)
             if any(row.owes_save for row in rows) and training.saving is not None:
                 training.saving.save_again()
         self.step_was_undone = training.state.phase is StepPhase.TAKEN_BACK and member.rank not in found.behind
@@ -280,6 +325,14 @@ class Losses:
         self._training.members.tell_changed(
             plan, seats, text, seconds=seconds, tells=True, more={"lost": list(plan.lost), "from": "peers"}
         )
+
+
+def _why_not(make_sure: Callable[[], None]) -> str:
+    try:
+        make_sure()
+    except ElasticError as error:
+        return str(error)
+    return ""
 
 
 def _tells_of_loss(error: BaseException) -> bool:

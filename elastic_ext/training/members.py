@@ -51,6 +51,7 @@ from elastic_ext.records.agent import MEMBERSHIP_FILE
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.text import counted, size_in_words
 from elastic_ext.torch_private.module_hooks import is_compiled
+from elastic_ext.torch_private.sockets import TcpSocket, open_sockets
 
 from .checkpoints.signals import EXIT_STATUS
 from .checks import SamplersOfBefore
@@ -179,7 +180,7 @@ class TrainingMembers:
         """Begin to watch the plan; with all ranks, before the first boundary."""
         if self.watcher is None:
             return
-        self.watcher.on_news = self._follower.agreement.rouse
+        self.watcher.on_news = self._hear
         self.watcher.start()
         if self.joins:
             return
@@ -189,6 +190,11 @@ class TrainingMembers:
         self.version = min(map(int, versions))
         self._follower.agreement.know_members(self.version)
         self._follower.agreement.held_members = self._held_version
+
+    def _hear(self) -> None:
+        """Hear, on the watcher's thread, that there is another plan."""
+        self._follower.agreement.rouse()
+        self._training.losses.hear()
 
     def tell_how(self) -> None:
         """Write this worker's record, as it is known, or known anew, whether members can change while it trains.
@@ -464,6 +470,7 @@ class TrainingMembers:
             self._stay(pending, _told_of(failure))  # whoever would join is the cause, or all would be at a restart
             return False
         assert change is not None
+        sockets = open_sockets()
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
         try:
@@ -479,7 +486,7 @@ class TrainingMembers:
             return False
         if pending.new_rank is None:
             self._leave(pending)
-        pending = self._settle(pending, telling)
+        pending = self._settle(pending, telling, sockets)
         self._tell_changed(pending, cost, began)
         self.world_before = before if ranks.world.is_first_here else None
         return True
@@ -514,11 +521,11 @@ class TrainingMembers:
             worlds, holder, training.optimizers, training.registered_tensors(), plan=plan
         )
 
-    def _settle(self, pending: _Pending, telling: bytes | None) -> _Pending:
+    def _settle(self, pending: _Pending, telling: bytes | None, before: Sequence[TcpSocket]) -> _Pending:
         """Have all parts follow the new world, on the ranks of it.
 
         ``telling`` is what the first of them tells those that join, empty on others; None on those that join. Gives the
-        plan with what those who join have been told of it.
+        plan with what those who join have been told of it. ``before`` is as ``come_to`` takes it.
         """
         ranks = self._follower.ranks
         self._training.session.take_up_model()
@@ -532,13 +539,22 @@ class TrainingMembers:
                 except Exception as caught:  # of whatever script: all are to hear of it
                     error = caught
             ranks.all_or_raise(error, _KINDS)
-        self.come_to(pending.plan, pending.drawn, has_own=pending.worlds.num_old == pending.worlds.num_new)
+        has_own = pending.worlds.num_old == pending.worlds.num_new
+        self.come_to(pending.plan, pending.drawn, has_own=has_own, before=before)
         return pending
 
-    def come_to(self, plan: MembershipPlan, drawn: Sequence[Mapping[str, Any]], *, has_own: bool) -> None:
+    def come_to(
+        self,
+        plan: MembershipPlan,
+        drawn: Sequence[Mapping[str, Any]],
+        *,
+        has_own: bool,
+        before: Sequence[TcpSocket],
+    ) -> None:
         """Have all parts be in the world of ``plan``, whose groups are formed, with all ranks of it.
 
-        They draw random numbers from ``drawn`` on, as ``TrainingState.draw_as`` does.
+        They draw random numbers from ``drawn`` on, as ``TrainingState.draw_as`` does; ``before`` are the sockets that
+        this process had before groups were formed.
         """
         training, ranks, session = self._training, self._follower.ranks, self._training.session
         self.version, self.wanted, self._changed_at = plan.version, 0, self._follower.step
@@ -549,6 +565,7 @@ class TrainingMembers:
             self.watcher.warns = self._follower.warns
         training.steps.weigh_anew()
         training.saved_state.draw_as(drawn, has_own=has_own)
+        training.losses.note_connections(before)
         self._write()
 
     def _to_tell(self, pending: _Pending) -> dict[str, Any]:
@@ -689,10 +706,11 @@ class TrainingMembers:
         began, before = time.perf_counter(), training.ranks.world
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
+        sockets = open_sockets()
         with self._follower.ranks.in_step():
             cost = training.spread.regroup(change, pending.groups.agree, pending.groups)
             self._ready = 0
-            pending = self._settle(pending, None)
+            pending = self._settle(pending, None, sockets)
             self._tell_changed(pending, cost, began)
         self._tell_of_samplers(before)
         self._follower.agreement.held_members = self._held_version

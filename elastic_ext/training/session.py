@@ -102,6 +102,8 @@ class Session:
                 training.saving.start()
             if members.joins:
                 members.arrive()
+            else:
+                training.losses.note_connections()
             training.reports.begin()
             members.tell_how()
             if training.accelerated is not None:

@@ -37,7 +37,7 @@ def survivors(ranks: RankPool, job: Job, plans: Sequence[MembershipPlan], num_wo
 def of_restarts(ranks: RankPool, job: Job, worlds: Sequence[tuple[int, int]]) -> Lived:
     """What the first rank of the last of these worlds comes to, where each begins with the one before's checkpoint."""
     found: Lived | None = None
-    for each in in_segments(replace(job, dies={}, breaks={}, outlives=False), worlds):
+    for each in in_segments(replace(job, dies={}, breaks={}, signals={}, outlives=False), worlds):
         found = ranks.run(each.first[-1] + 1, live, each, process_group=False)[0]
     assert found is not None
     return found
@@ -46,7 +46,15 @@ def of_restarts(ranks: RankPool, job: Job, worlds: Sequence[tuple[int, int]]) ->
 def check_samples(ranks: RankPool, job: Job, found: Sequence[Lived], *, since: int) -> None:
     """The samples of each step since that one, as the survivors have taken it in the end, are those of one process."""
     alone = replace(
-        job, folder=job.folder / "alone", first=(0,), dies={}, breaks={}, outlives=False, saves=False, options={}
+        job,
+        folder=job.folder / "alone",
+        first=(0,),
+        dies={},
+        breaks={},
+        signals={},
+        outlives=False,
+        saves=False,
+        options={},
     )
     with Agents(alone, [plan_of([0])]):
         one = ranks.run(1, live, alone, process_group=False)
