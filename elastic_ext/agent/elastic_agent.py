@@ -485,6 +485,8 @@ class ElasticAgent(LocalElasticAgent):
         Called on all nodes with the same hang, again and again until a plan is without them.
         """
         plan, change = self._members.newest_plan, self._members.change
+        if change is not None and change.plan.lost:  # to which they come within a limit of its own
+            return True
         nodes = {member.node_id for member in plan.members if member.rank in hang.ranks}
         lost = [member.seat for member in plan.members if member.node_id in nodes]
         is_busy = change is not None and change.is_told

@@ -321,7 +321,8 @@ class Membership:
             self._meeting.forget_earlier(but=plan.store)
         self.plan, self.change, self._then = plan, self._then, None
         self._forget_refusal()
-        self._meeting.passed_over = frozenset()
+        if not plan.lost:  # else nodes that are gone are done without until the next meeting
+            self._meeting.passed_over = frozenset()
         for each in self.leavers:
             each.post_quietly("begun", True)
         self.leavers = []
@@ -455,7 +456,10 @@ class Membership:
             for each in self.leavers:
                 each.post_quietly("plan", plan.to_json())
             # Who does not train yet may come and go: the ranks decide on the plan without a word of it.
-            self._meeting.passed_over = frozenset(range(len(self.places))) - self.member_places()
+            together = self.member_places()
+            if plan.lost:
+                together &= self.places_of([node.node_id for node in plan.nodes])
+            self._meeting.passed_over = frozenset(range(len(self.places))) - together
 
         return LiveChange(
             plan,
@@ -472,6 +476,7 @@ class Membership:
         self._version = plan.version
         self._then, self.leavers = None, []
         self.change = self._change_by(plan, (), board)
+        self.change.look()  # which has its workers told at once
 
     def come_back(self) -> None:
         """Have all nodes meet, so that this one joins, whose workers were lost while those of others have gone on."""

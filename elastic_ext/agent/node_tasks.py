@@ -336,11 +336,12 @@ class NodeTasks:
         board, hang, said = self._board, seen.hang, seen.said
         if board is not None and len(self._together) > 1:
             try:
+                wanted, name = (f"{each}/{self._membership_version}" for each in ("standings-wanted", "standings"))
                 if any(each.is_over for each in seen.standings):
-                    board.post("standings-wanted", True)
-                if board.read("standings-wanted"):
-                    board.tell("standings", standings_to_json(seen.standings))
-                    told = [text for place, text in board.values_of("standings").items() if place in self._together]
+                    board.post(wanted, True)
+                if board.read(wanted):
+                    board.tell(name, standings_to_json(seen.standings))
+                    told = [text for place, text in board.values_of(name).items() if place in self._together]
                     everyone = [each for text in told for each in standings_from_json(text)]
                     verdict = find_hang(everyone, world_size=self._world_size)
                     is_heard = len(told) == len(self._together)  # else one that has still to tell may be waited for

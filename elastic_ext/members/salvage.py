@@ -38,6 +38,8 @@ class WhatIsLeft(JsonRecord):
     """The version and the revision of the config in force."""
     num_boundaries: int
     """How many boundaries it has passed."""
+    num_met: int
+    """How often it has met all ranks between two steps, as at the ends of epochs."""
     step: int
     """How many steps it has committed."""
     owes_save: bool = False
@@ -54,8 +56,8 @@ class Salvage:
 
     step: int = 0
     leader: int = 0
-    """The rank, among those that are left, from which all take what is no tensor: it has passed the most boundaries of
-    those whose own state is that of the commit."""
+    """The rank, among those that are left, from which all take what is no tensor: that which has come furthest of those
+    whose own state is that of the commit."""
     holders: Mapping[int, tuple[int, ...]]
     """By piece, the ranks among those that are left that hold it as of the commit, those first that train with it."""
     behind: tuple[int, ...] = ()
@@ -83,7 +85,7 @@ def salvage(rows: Sequence[WhatIsLeft], *, num_pieces: int) -> Salvage:
         if not lost:
             live = [rank for rank, row in enumerate(rows) if _trains_with(row, step)]
             leaders = live or [rank for ranks in holders.values() for rank in ranks]
-            leader = max(leaders, key=lambda rank: (rows[rank].num_boundaries, rows[rank].config, -rank))
+            leader = max(leaders, key=lambda rank: (*_progress(rows[rank]), -rank))
             behind = tuple(rank for rank in range(len(rows)) if rank not in live)
             return Salvage(step=step, leader=leader, holders=holders, behind=behind)
         missing = {**missing, step: lost}
@@ -92,6 +94,11 @@ def salvage(rows: Sequence[WhatIsLeft], *, num_pieces: int) -> Salvage:
     newest = max(missing)
     which = ", ".join(map(str, missing[newest]))
     return _not(f"nobody that is left holds piece {which} of {num_pieces} as of step {newest}, or of one before it")
+
+
+def _progress(row: WhatIsLeft) -> tuple[int, int, tuple[int, int]]:
+    """How far a rank has come, besides the step that it has committed."""
+    return row.num_boundaries, row.num_met, row.config
 
 
 def _holders(rows: Sequence[WhatIsLeft], step: int, piece: int) -> tuple[int, ...]:

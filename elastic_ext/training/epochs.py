@@ -128,11 +128,15 @@ class TrainingEpochs:
             self._begin_anew()
         if epoch != joined:
             counts.epoch = epoch
-            training.members.apply_between()
-            self._loading.compare_orders()
-            self._loading.compare_batches(training.gradients.sharing.num_ranks)
+            training.losses.with_others(self._begin_with_others)
         counts.epoch, counts.is_in_epoch, self.is_open = epoch, True, True
         self._bar.begin(f"epoch {epoch}", self._batches.num_steps)
+
+    def _begin_with_others(self) -> None:
+        """Make sure that all ranks begin the same epoch alike, once a change of members is made that waits."""
+        self._training.members.apply_between()
+        self._loading.compare_orders()
+        self._loading.compare_batches(self._training.gradients.sharing.num_ranks)
 
     def go_on(self) -> None:
         """Have the time between two steps count as time in which the loop takes a batch: if long, it is a hang."""
@@ -161,7 +165,7 @@ class TrainingEpochs:
             is_at_end = self._batches.is_at_end  # also where the last samples are too few for a step, and are dropped
             steps.drop_partial("the epoch ended before the step did")
             steps.end_epoch()
-            training.follower.end_epoch(doubt=steps.doubt)
+            training.losses.with_others(lambda: training.follower.end_epoch(doubt=steps.doubt))
         finally:
             counts.is_in_epoch = False
         if counts.num_steps > 0:

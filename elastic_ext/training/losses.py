@@ -75,6 +75,7 @@ class Losses:
         """Why all workers are started anew where one is lost, a sentence; empty where the others go on."""
         self.step_was_undone = False
         """Whether the step that the loop left last was undone, since ranks were lost, and comes again."""
+        self._num_met = 0  # how often all ranks have met between two steps, which are the same for all that are left
         self._sockets = GroupSockets()
         self._why_not_ended: str | None = None  # a collective that ranks have left; not tried so far
         self.plan_seconds = PLAN_SECONDS
@@ -155,6 +156,21 @@ class Losses:
             )
         return False
 
+    def with_others(self, meet: Callable[[], object]) -> None:
+        """Have ``meet`` called, which takes all ranks, between two steps; where some are lost, again with the others.
+
+        It is not called again where another rank has come through it before: then all have been there.
+        """
+        number = self._num_met
+        while self._num_met == number:
+            try:
+                meet()
+            except Exception as error:
+                if not self.recover(error):
+                    raise
+            else:
+                self._num_met += 1
+
     def _awaited_plan(self, after: int) -> MembershipPlan | None:
         """The newest plan without those who are lost, once there is one newer than ``after``; None where none comes."""
         training = self._training
@@ -222,6 +238,7 @@ class Losses:
             pieces=(piece,) if is_whole else (),
             config=(config.version, config.revision),
             num_boundaries=counts.num_boundaries,
+            num_met=self._num_met,
             step=counts.global_step,
             is_like=hashlib.blake2b(repr([each for each, _ in self._tensors()]).encode(), digest_size=8).hexdigest(),
             owes_save=owes_save,
@@ -278,6 +295,7 @@ class Losses:
             "schedules": training.state.num_scheduled,
             "boundaries": training.counts.num_boundaries,
             "samples": training.counts.num_samples,
+            "met": self._num_met,
             "state": training.saved_state.tell() if found.behind else None,
             "saving": None if training.saving is None else training.saving.tell(),
             "drawn": training.saved_state.drawn(),
@@ -290,6 +308,7 @@ class Losses:
             training.saved_state.join_within(told["state"])
             training.reports.count_anew()
         training.counts.num_boundaries, training.counts.num_samples = told["boundaries"], told["samples"]
+        self._num_met = told["met"]
         training.steps.num_backwards, training.state.num_scheduled = told["backwards"], told["schedules"]
         agreement.join(JoinedAgreement(**told["agreement"]))
         if told["config"] != agreement.tell_config():

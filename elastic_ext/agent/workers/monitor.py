@@ -316,11 +316,13 @@ class Monitor:
                 file.unlink(missing_ok=True)
 
     def count_anew(self) -> None:
-        """Count steps per second from the next look on: workers have come to another world.
+        """Count steps per second, and how long a worker is where it is, from the next look on: the world is another.
 
-        One that has joined takes over the steps of the others, which it has not taken in that time.
+        One that has joined takes over the steps of the others, which it has not taken in that time; others may take a
+        step again that they had taken before.
         """
         self._rates.clear()
+        self._judge.forget()
 
     def close(self) -> None:
         """Let go of the GPUs' driver."""
