@@ -159,6 +159,7 @@ class TrainingMembers:
         self.form_seconds = FORM_SECONDS
         """How long ranks wait for each other where they form groups."""
         self._why_restart = ""
+        self._told_multiple: int | None = None  # None before this worker has written its record
         self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
         self._refused_seats: list[int] = []
@@ -198,6 +199,11 @@ class TrainingMembers:
             return
         before, self._why_restart = self._why_restart, why_restart(self._training)
         if not self.joins or self._why_restart != before:
+            self._write()
+
+    def tell_resharded(self) -> None:
+        """Write this worker's record anew where the model is sharded so that other numbers of ranks fit."""
+        if self._told_multiple not in (None, self._rank_multiple):
             self._write()
 
     def close(self) -> None:
@@ -773,7 +779,14 @@ class TrainingMembers:
         held = None if self._watcher is None else self._watcher.newest
         return 0 if held is None or held.mode != "live" else held.version
 
+    @property
+    def _rank_multiple(self) -> int:
+        """Of what the number of ranks has to be a multiple, as the model is sharded now."""
+        spread = self._training.spread
+        return 1 if spread.plan is None else spread.plan.rank_multiple(spread.num_local)
+
     def _write(self) -> None:
+        self._told_multiple = self._rank_multiple
         self._follower.reports.write_member(
             MemberRecord(
                 seat=self._follower.ranks.seat,
@@ -785,6 +798,7 @@ class TrainingMembers:
                 agreed=self._agreed,
                 refused=self._refused,
                 why_refused=self._why_refused,
+                rank_multiple=self._told_multiple,
                 refused_seats=tuple(self._refused_seats),
             )
         )
