@@ -623,7 +623,8 @@ class ElasticAgent(LocalElasticAgent):
             node_id, board, plan, min_nodes=self._launch.min_nodes, gone=self._gone()
         ):
             self.is_drained = True
-            why = "another node has joined" if drain.after_join else "elastic-ext members drain"
+            why = "a spare takes its place" if spares else "another node has joined"
+            why = why if drain.after_join else "elastic-ext members drain"
             self._leave(signal.SIGTERM, why, patience_seconds=_EXCHANGE_SECONDS if spares else 0.0)
         if not self._has_told_drain:
             self._has_told_drain = True

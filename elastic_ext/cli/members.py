@@ -261,17 +261,17 @@ def _read(job: JobHere) -> tuple[MembershipPlan, list[MemberRecord | None], list
     known = {folder: [each for each in records if each is not None] for folder, records in found.items()}
     joining = {folder for folder, records in known.items() if records and not any(each.version for each in records)}
     newest = max(plans, key=lambda folder: (folder not in joining, plans[folder].version))
-    records = [each for folder in plans for each in found[folder]]
+    records = [each for folder in plans for each in found[folder]] or [None]
     events = [event for folder in plans for event in EventFiles(folder, most_bytes=_MOST_EVENT_BYTES).look().events]
     events = sorted((each for each in events if each.kind in (*_KINDS, *_ENDS)), key=lambda event: event.time)
     return plans[newest], records, _once(events)
 
 
 def _records_in(folder: Path, plan: MembershipPlan) -> list[MemberRecord | None]:
-    """What the workers of the agent of a run directory say, None for one that says nothing."""
+    """What the workers of the agent of a run directory say, None for one that says nothing; a spare has no workers."""
     agent = agent_in(folder)
     seats = [member.seat for member in plan.members if agent is None or member.node_id == agent.node_id]
-    return [*member_records(folder, seats).values()] or [None]
+    return [*member_records(folder, seats).values()]
 
 
 def _has_begun(job: JobHere) -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.cli import main
 from elastic_ext.ranks.processes import is_alive
-from tests.support.member_nodes import Job, check_samples, end, plan_of, samples_by_step, wait_for_kind
-from tests.support.nodes import Node, nodes, until
+from tests.support.member_nodes import Job, check_samples, end, plan_of, samples_by_step, told, wait_for_kind
+from tests.support.nodes import Node, nodes, set_config, until
 
 NONE_WAITS = "no node waits to join any more"
 
@@ -43,8 +44,8 @@ def wait_as_spare(first: Node, spare: Node, *, num_train: int = 2) -> str:
 
 def node_waits(node: Node) -> str:
     """Who waits, as a node has told last."""
-    told = [event["text"] for event in node.events() if event["kind"] == "members-waiting"]
-    return told[-1] if told else ""
+    events = told(node, "members-waiting")
+    return str(events[-1]["text"]) if events else ""
 
 
 @pytest.mark.slow
@@ -90,6 +91,39 @@ def test_a_spare_takes_the_place_of_a_node_that_leaves_and_no_worker_is_restarte
             end(job, first, third)
         assert [each.kinds().count("workers-started") for each in (first, third)] == [1, 1]
     job.check_steps()
+
+
+@pytest.mark.slow
+def test_where_the_spare_is_not_ready_in_time_all_workers_are_started_anew_and_no_failure_is_counted(job: Job) -> None:
+    how = "--shutdown-timeout=6"
+    with job.started(how) as first, nodes(job.node(1, how)) as (second,):
+        job.wait_for(2, version=2)
+        with nodes(job.node(2, how)) as (third,):
+            wait_for_kind(third, "members-waiting")
+            wait_as_spare(first, third)
+            job.say("hold")
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            until(lambda: plan_of(first).mode == "restart" or None, what="the plan of a restart")
+            job.wait_for(2, version=plan_of(first).version)
+            end(job, first, third)
+        assert told(first, "membership")[-1]["generation"] == 0, "none is counted"
+
+
+@pytest.mark.slow
+def test_a_node_is_drained_once_a_spare_is_there_to_take_its_place(job: Job) -> None:
+    with job.started() as first, nodes(job.node(1)) as (second,):
+        job.wait_for(2, version=2)
+        drain = ["members", "drain", second.record().node_id, "--after-join", "--run-dir", str(first.run_dir)]
+        wait_for_kind(first, "membership-in-force")
+        assert main(drain) == 0
+        wait_for_kind(second, "leaving")
+        with nodes(job.node(2)) as (third,):
+            assert second.end() == 0, second.text
+            assert "a spare takes its place: this node leaves the job" in second.text
+            job.wait_for(2, version=3)
+            end(job, first, third)
+        assert first.kinds().count("workers-started") == 1
 
 
 @pytest.mark.slow
@@ -153,21 +187,29 @@ def test_a_spare_leaves_and_training_goes_on(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_whose_copies_are_sharded_over_two_ranks_takes_in_two_nodes_at_once(job: Job) -> None:
+@pytest.mark.parametrize("by", ["another node", "another plan"])
+def test_a_training_whose_copies_are_sharded_over_two_ranks_takes_in_who_waits_and_ends_with_all_its_steps(
+    job: Job, by: str
+) -> None:
     steps = ("--steps=160", "--every=1000000", "--pace=0.1", "--hold-at=150")
     script = ("-m", "tests.support.elastic_job", *steps, "--sharded", "--strategy=hybrid_shard", "--shard-degree=2")
-    with nodes(job.node(0, num_workers=2, script=script)) as (first,):
+    with ExitStack() as stack:
+        (first,) = stack.enter_context(nodes(job.node(0, num_workers=2, script=script)))
         assert "while workers go on" in wait_for_kind(first, "members")["text"]
         workers = first.workers()
-        with nodes(job.node(1, script=script)) as (second,):
-            wait_for_kind(second, "members-waiting")
-            wait_as_spare(first, second)
-            assert first.workers() == workers and all(map(is_alive, workers.values()))
-            with nodes(job.node(2, script=script)) as (third,):
-                wait_for_kind(first, "membership-in-force")
-                (job.folder / "go").touch()
-                assert [node.end() for node in (first, second, third)] == [0, 0, 0], first.text
-                assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
-                assert plan_of(first).world_size == 4
+        (second,) = stack.enter_context(nodes(job.node(1, script=script)))
+        wait_for_kind(second, "members-waiting")
+        wait_as_spare(first, second)
+        assert first.workers() == workers and all(map(is_alive, workers.values()))
+        others = [second]
+        if by == "another node":
+            others += stack.enter_context(nodes(job.node(2, script=script)))
+        else:
+            set_config(first, "parallelism.strategy=full_shard")
+        wait_for_kind(first, "membership-in-force")
+        (job.folder / "go").touch()
+        assert [node.end() for node in (first, *others)] == [0] * (1 + len(others)), first.text
+        assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
+        assert plan_of(first).world_size == (4 if by == "another node" else 3)
     assert max(samples_by_step(job.folder)) == 160
     check_samples(job.folder)
