@@ -190,7 +190,8 @@ class ElasticAgent(LocalElasticAgent):
             self._note_failures()
         words = self._exchange_words(board, spec, earlier, is_finished=is_finished)
         decision = decide_members(words)
-        settled = settle(words, max_restarts=spec.max_restarts, store=self._store_by(decision, board))
+        store = self._store_by(decision, board)
+        settled = settle(words, max_restarts=spec.max_restarts, store=store)
         members.see(words, settled)
         for each in earlier:
             each.post_quietly("met-again", decision.kind)
@@ -206,8 +207,11 @@ class ElasticAgent(LocalElasticAgent):
             if self._is_planned and not is_finished:
                 self._is_planned = False
                 self._end_workers(worker_group)
-            self._meeting.forget_earlier()
+            self._meeting.forget_earlier(but=store)
             self._begin_round(board, settled)
+            if decision.spares and members.plan is not None:  # torch has counted their ranks, too
+                self._place(members.plan)
+                self._meet_in(store)
             if decision.left:  # a node that leaves may have the store of this round, and waits until all have begun it
                 board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
             for each in earlier:
@@ -215,13 +219,16 @@ class ElasticAgent(LocalElasticAgent):
         else:
             self._join(worker_group, board, settled)
         self._is_planned = False
-        self._meeting.holds_back_joins = members.change is not None or members.choice == "live"
+        self._meeting.holds_back_joins = members.change is not None or members.choice == "live" or members.is_spare
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.hold()
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
         members, change = self._members, self._members.change
+        if members.is_spare:
+            self._pcontext = None  # those of before have ended
+            return {}
         if self._goes_on and self.workers is not None:
             if members.plan is not None:
                 self._place(members.plan)
@@ -231,7 +238,7 @@ class ElasticAgent(LocalElasticAgent):
         seats: Sequence[int] = ()
         if change is not None and members.plan is None:  # it joins: until then its workers are among themselves
             self._place_alone({})
-            self._give_store()
+            self._meet_in(self._meeting.open_store(is_here=True))
             seats = members.seats_in(change.plan)
         joins = change.plan.version if change is not None and seats else 0
         envs = environments(self._launch, worker_group, restart_count=self._num_failures, joins=joins, seats=seats)
@@ -259,6 +266,8 @@ class ElasticAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
         if self._signals.told is not None and not self._puts_off(self._signals.told):
             self._leave(self._signals.told)
+        if self._members.is_spare:
+            return self._monitor_waiting()
         result: RunResult = super()._monitor_workers(worker_group)
         if self._members.is_joining:
             return self._monitor_joining(result)
@@ -270,7 +279,7 @@ class ElasticAgent(LocalElasticAgent):
             self._follow_losses()
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
-        hang = self._tasks.look(self.watched) if result.state == WorkerState.HEALTHY else None
+        hang = self._look() if result.state == WorkerState.HEALTHY else None
         if hang is not None and not self._do_without_hung(hang):
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and (plan := self._members.follow()) is not None:
@@ -286,6 +295,7 @@ class ElasticAgent(LocalElasticAgent):
             if (why := self._members.why_restart_at_loss()) is not None:
                 self._losses.tell(self._board, why)
             self._members.hold_back_joins(self._board)
+            self._members.look_for_spares()
             self._look_for_drains()
             if (over := self._board.read_quietly("over")) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
@@ -293,9 +303,14 @@ class ElasticAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.FAILED)
         return result
 
+    def _look(self) -> Hang | None:
+        """Do the tasks that are due; gives a hang where there is one."""
+        return self._tasks.look(self.watched, waiting=self._members.waiting)
+
     def _exit_barrier(self) -> None:
         """Part from the other nodes, which are all finished. Torch's own barrier would wait for nodes that are gone."""
-        self._board.part(timeout_seconds=_PART_SECONDS, places=self._members.member_places() or None)
+        places = self._members.member_places() | self._members.places_of(self._members.spares)
+        self._board.part(timeout_seconds=_PART_SECONDS, places=places or None)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the workers as the agent ends, in the time that is left; stop signals are held back meanwhile."""
@@ -332,7 +347,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _store_by(self, decision: MeetingDecision, board: RoundBoard) -> str:
         """The address of the store for workers of the next plan, which one node starts; empty where it needs none."""
-        if decision.kind != "live":
+        if not decision.holder:
             return ""
         if decision.holder == self._launch.node_id:
             board.post("live-store", self._meeting.open_store())
@@ -344,7 +359,7 @@ class ElasticAgent(LocalElasticAgent):
 
         All nodes of the new round call it, after the rendezvous and before any worker starts.
         """
-        is_new = self._members.plan is None and settled.is_old
+        is_new = self._members.plan is None and settled.is_old and not self._members.was_spare
         self._is_finished = settled.is_finished
         self._members.begin(settled)
         self._tasks.begin_round(
@@ -370,10 +385,13 @@ class ElasticAgent(LocalElasticAgent):
             super()._stop_workers(group)
             self._drop_out(settled.decision.why)
         warm = [each.seat for each in self.watched if each.state == "running"]
-        self._goes_on = warm == members.seats_in(plan)
+        self._goes_on = not members.is_spare and warm == members.seats_in(plan)
         if not self._goes_on:
             super()._stop_workers(group)
-        members.change_to(settled, board, ())
+        if members.is_spare:
+            members.write(plan)  # for who asks this agent, and for no worker
+        else:
+            members.change_to(settled, board, ())
         if self._goes_on:
             self._tasks.go_on(board, together=members.member_places())
         else:
@@ -382,7 +400,7 @@ class ElasticAgent(LocalElasticAgent):
                 membership_version=plan.version,
                 world_size=group.spec.local_world_size,
                 together=members.member_places(),
-                is_new=True,
+                is_new=not members.was_spare,
             )
 
     def _take_plan(self, plan: MembershipPlan) -> None:
@@ -414,30 +432,23 @@ class ElasticAgent(LocalElasticAgent):
         number = group.spec.local_world_size
         place_workers(group, range(number), world_size=number, place=0, num_nodes=1, pids=pids)
 
-    def _give_store(self) -> None:
-        """Have the workers of this node meet in a store on this node."""
+    def _meet_in(self, store: str) -> None:
+        """Have the workers of this node meet in the store with an address, HOST:PORT, that an agent has."""
         group: Any = self._worker_group  # whose types have no address for good
-        host, _, port = self._meeting.open_store(is_here=True).rpartition(":")
+        host, _, port = store.rpartition(":")
         group.master_addr, group.master_port = host.strip("[]"), int(port)
 
     def _monitor_joining(self, result: RunResult) -> RunResult:
         """The torch result of workers that warm up to join; NotTaken where they fail, hang, or nobody takes them in."""
-        change, board = self._members.change, self._board
+        change = self._members.change
         assert change is not None, "it joins"
-        others = frozenset(range(board.num_peers)) - self._members.places_of(change.joined)
-        if (over := board.read_quietly("over")) is not None:
-            self._drop_out(f"the job is over: {over}")
-        if others <= board.who_told("finished"):
-            self._end_workers(self._worker_group)
-            self._is_finished = True
-            board.tell_quietly("finished", True)
-            self._journal.tell("left-out", "the workers of the other nodes have ended well before this node was in")
+        if self._have_others_ended():
             return self._monitor_workers(self._worker_group)
         if result.state == WorkerState.FAILED:
             self._drop_out(told(first_of(self._failures_of(result.failures.values()))))
         if result.state == WorkerState.SUCCEEDED:
             self._drop_out("its workers have ended before they were in")
-        if (hang := self._tasks.look(self.watched)) is not None:
+        if (hang := self._look()) is not None:
             self._drop_out(f"its workers hang: {hang.reason}")
         plan = self._members.follow()
         if plan is not None:
@@ -445,6 +456,28 @@ class ElasticAgent(LocalElasticAgent):
         elif change.end is not None and change.end.kind == "failed":  # else all nodes meet again
             self._drop_out(change.end.why)
         return result
+
+    def _monitor_waiting(self) -> RunResult:
+        """The torch result of a node that waits as a spare and has no workers; NotTaken where it waits in vain."""
+        if self._have_others_ended():
+            return self._monitor_workers(self._worker_group)
+        if self._meeting.is_lost:
+            self._drop_out("the rendezvous does not answer any more")
+        self._look()
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _have_others_ended(self) -> bool:
+        """Whether those who train have ended well, before this node was in, which ends too; NotTaken if they failed."""
+        board = self._board
+        if (over := board.read_quietly("over")) is not None:
+            self._drop_out(f"the job is over: {over}")
+        if not self._members.trains <= board.who_told("finished"):
+            return False
+        self._end_workers(self._worker_group)
+        self._is_finished = True
+        board.tell_quietly("finished", True)
+        self._journal.tell("left-out", "the workers of the other nodes have ended well before this node was in")
+        return True
 
     def _drop_out(self, why: str) -> NoReturn:
         """Leave the nodes that this one was to join, which go on without it; always raises NotTaken."""
@@ -624,11 +657,13 @@ class ElasticAgent(LocalElasticAgent):
             return own
 
     def _gone(self) -> list[str]:
-        """The ids of the nodes of this round that are lost, or that are leaving."""
+        """The ids of the nodes that are lost, or that leave: this round, or by the change that is under way."""
         self._meeting.num_nodes_waiting()  # which looks
-        board = self._board
+        board, members = self._board, self._members
         places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
-        return [self._members.places[place] for place in sorted(places)]
+        gone = [members.places[place] for place in sorted(places)]
+        known = [] if members.plan is None else [node.node_id for node in members.plan.nodes]
+        return gone + [node for node in known if node not in members.places]
 
     def _tell_of_others(self) -> None:
         """Tell the workers of this node of workers that have failed on other nodes."""
@@ -682,13 +717,16 @@ class ElasticAgent(LocalElasticAgent):
         drain = self._drains.of(self._launch.node_id, board)
         if self._members.change is not None or drain is None:
             return
-        node_id, is_due = self._launch.node_id, drain.is_due(plan)
+        node_id = self._launch.node_id
+        spares = self._members.spares_for([node_id])
+        is_due = drain.is_due(plan, spares)
         if is_due and self._drains.are_enough_without(
             node_id, board, plan, min_nodes=self._launch.min_nodes, gone=self._gone()
         ):
             self.is_drained = True
-            why = "another node has joined" if drain.after_join else "elastic-ext members drain"
-            self._leave(signal.SIGTERM, why)
+            why = "a spare takes its place" if spares else "another node has joined"
+            why = why if drain.after_join else "elastic-ext members drain"
+            self._leave(signal.SIGTERM, why, patience_seconds=_EXCHANGE_SECONDS if spares else 0.0)
         if not self._has_told_drain:
             self._has_told_drain = True
             why = f", as the job needs {self._launch.min_nodes} nodes (--nnodes), and others leave" if is_due else ""
@@ -721,7 +759,7 @@ class ElasticAgent(LocalElasticAgent):
         With ``patience_seconds`` another node waits to join, and that is how much longer its meeting may take.
         """
         is_term = number == signal.SIGTERM
-        joins = self._members.is_joining
+        joins = self._members.is_joining or self._members.is_spare
         if (plan := self._members.settle()) is not None:
             self._take_plan(plan)
             joins = False
@@ -730,7 +768,8 @@ class ElasticAgent(LocalElasticAgent):
         how = "told to end" if is_term else f"sent {number.name} too"
         if is_term and self._tasks.saves_on_signals(each.seat for each in self.watched):
             how = "told to save a checkpoint and to end"
-        self._journal.tell("leaving", f"{why or number.name}: this node leaves the job; its workers are {how}")
+        how = "it has waited as a spare" if self._members.is_spare else f"its workers are {how}"
+        self._journal.tell("leaving", f"{why or number.name}: this node leaves the job; {how}")
         board = self._board
         if joins:
             self._meeting.leave()

@@ -22,6 +22,8 @@ from elastic_ext.members.decision import (
     NodeWords,
     RoundStart,
     RowState,
+    fitting,
+    multiple_of,
     stage_of,
     why_restart_of,
 )
@@ -258,6 +260,13 @@ class Membership:
         """The ids of the nodes of the present round, by their places on the board."""
         self.leavers: list[RoundBoard] = []
         """The boards of rounds that nodes have left whose workers train until the change that is under way."""
+        self.spares: dict[str, int] = {}
+        """The nodes that wait as spares, by id, each with the number of its workers."""
+        self.was_spare = False
+        """Whether this node was a spare as nodes met, and has the job's config already."""
+        self.trains: frozenset[int] = frozenset()
+        """The places of the nodes whose workers train as nodes have met, also where this one's do not."""
+        self._rank_multiple = 1  # as workers here, or else nodes that have met, have said it last
         self._version = self._written = 0  # of the newest plan that is known, and that workers have been told
         self._refusal = ""  # why the ranks have refused the last plan, where members are now to change by a restart
         self._refused: tuple[str, ...] = ()  # the nodes without which the ranks go on, and why
@@ -265,7 +274,9 @@ class Membership:
         self._unsettled = ""  # why nobody knows by which plan workers train
         self._how_told = ""
         self._why_told: str | None = None  # on the present board
-        self._why_held = ""
+        self.waiting = ""
+        """Which nodes wait to join and for what, a sentence; empty where none does."""
+        self._why_spares = ""  # the same, of spares alone
         self._run_dir = run_dir
         self._journal = journal
         self._meeting = meeting
@@ -290,6 +301,11 @@ class Membership:
         assert self.plan is not None, "it trains"
         return self.change.plan if self.change is not None and self.change.plan.lost else self.plan
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether this node waits as a spare, without workers."""
+        return self._node_id in self.spares
+
     def seats_in(self, plan: MembershipPlan) -> list[int]:
         """The seats of this node's workers by a plan, in the order of their ranks."""
         return [member.seat for member in plan.members if member.node_id == self._node_id]
@@ -310,7 +326,7 @@ class Membership:
 
     def begin(self, settled: RoundStart) -> None:
         """Take the plan with which all workers are started, and tell of it."""
-        self.plan, self.leavers = settled.plan, []
+        self.plan, self.leavers = None if self.is_spare else settled.plan, []
         self._forget_refusal()
         self._unsettled = ""
         self.write(settled.plan)
@@ -400,9 +416,38 @@ class Membership:
         silent = self.member_places() - told.keys()
         why = next((each for each in told.values() if each), "some nodes are not ready for it" if silent else "")
         self._meeting.holds_back_joins = self.change is not None or bool(why)
-        if why and self._meeting.held_back() and why != self._why_held:
-            self._why_held = why
-            self._journal.tell("members-waiting", f"a node waits to join, as all workers would be restarted: {why}")
+        is_held = bool(why) and bool(self._meeting.held_back())
+        held = f"a node waits to join, as all workers would be restarted: {why}" if is_held else ""
+        self._tell_waiting(self._why_spares or held)
+
+    def _tell_waiting(self, words: str) -> None:
+        """Tell who waits to join and for what, where that is news; ``words`` are empty for nobody."""
+        if words != self.waiting:
+            self.waiting = words
+            self._journal.tell("members-waiting", words or "no node waits to join any more")
+
+    # ---- spares ----
+
+    def look_for_spares(self) -> None:
+        """Have all nodes meet again where spares could join by now, since the model is sharded in another way."""
+        if self.spares and self.change is None and self.spares_for(()):
+            self.wants_meeting = self.choice != "live" or not self.why_restart()
+
+    def spares_for(self, gone: Collection[str]) -> list[str]:
+        """The spares that would join now, were the nodes ``gone`` not there; none where it is not known."""
+        if self.plan is None:
+            return []
+        num_ranks = sum(node.num_workers for node in self.plan.nodes if node.node_id not in gone)
+        numbers = fitting(num_ranks, [*self.spares.values()], self._multiple_now())
+        return [[*self.spares][number] for number in numbers or ()]
+
+    def _multiple_now(self) -> int:
+        """Of what the number of ranks has to be a multiple, as workers of this node say, or else as was heard last."""
+        if self.plan is not None:
+            records = member_records(self._run_dir, self.seats_in(self.plan)).values()
+            told = [each.rank_multiple for each in records if each is not None]
+            self._rank_multiple = max(told, default=self._rank_multiple)
+        return self._rank_multiple
 
     # ---- as nodes meet ----
 
@@ -419,13 +464,22 @@ class Membership:
             leaving=tuple(node for board in boards for node in _leaving_on(board)),
             refused=self._refused,
             why_refused=self._why_refused,
+            rank_multiple=self._multiple_now(),
         )
 
     def see(self, words: Sequence[NodeWords], settled: RoundStart) -> None:
         """Note who has met, and tell how members are to change, where that is not after a failure or at the start."""
+        decision = settled.decision
         self.places = tuple(each.node_id for each in words)
         self.wants_meeting, self._why_told = False, None
-        decision = settled.decision
+        self.was_spare = self.is_spare
+        self.spares = {each.node_id: each.num_workers for each in words if each.node_id in decision.spares}
+        joined = () if decision.kind == "start" else decision.joined
+        self.trains = self.places_of({node.node_id for node in settled.plan.nodes}.difference(joined))
+        self._version = max(each.version for each in words)
+        self._rank_multiple = multiple_of(words)
+        self._why_spares = decision.why_spares
+        self._tell_waiting(self._why_spares)
         if (told := planned_in_words(settled)) is not None:
             self._journal.tell(
                 "members-planned",
@@ -583,9 +637,10 @@ class Drain:
     known: tuple[str, ...] = ()
     """The nodes of the job as this was asked."""
 
-    def is_due(self, plan: MembershipPlan) -> bool:
-        """Whether the node is to leave now, where ``plan`` is in force."""
-        return not self.after_join or any(node.node_id not in self.known for node in plan.nodes)
+    def is_due(self, plan: MembershipPlan, spares: Collection[str] = ()) -> bool:
+        """Whether the node is to leave now, where ``plan`` is in force, and ``spares`` take its place as it leaves."""
+        others = [*(node.node_id for node in plan.nodes), *spares]
+        return not self.after_join or any(node not in self.known for node in others)
 
 
 def drained_node(plan: MembershipPlan, drain: Drain, *, min_nodes: int, leaving: Collection[str] = ()) -> str:

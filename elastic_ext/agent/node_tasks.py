@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_ext.ranks.board import BoardGone
@@ -202,8 +202,11 @@ class NodeTasks:
     def _take(self, membership_version: int, world_size: int, together: frozenset[int]) -> None:
         self._membership_version, self._world_size, self._together = membership_version, world_size, together
 
-    def look(self, workers: Sequence[Watched]) -> Hang | None:
-        """Do every task that is due: config, workers' records, events, stragglers. Gives a hang where there is one."""
+    def look(self, workers: Sequence[Watched], *, waiting: str = "") -> Hang | None:
+        """Do every task that is due: config, workers' records, events, stragglers. Gives a hang where there is one.
+
+        ``waiting`` says which nodes wait to join, for the record.
+        """
         seen = self._monitor.look(
             workers,
             restart=self._journal.restart,
@@ -214,7 +217,7 @@ class NodeTasks:
             return None
         self._config_writer.look()
         self._hand_config(offers=True)
-        self._write(seen.record)
+        self._write(replace(seen.record, waiting=waiting))
         self._tell_begun(workers)
         self._tell_slow(workers)
         return self._judge(seen)
@@ -356,7 +359,7 @@ class NodeTasks:
         """Write an event for each worker that has become a straggler, or is one no longer."""
         seats = [each.seat for each in workers if each.state == "running"]
         with contextlib.suppress(BoardGone, ValueError):  # a node is gone, or of another version
-            for news in self._slow_workers.look(seats, self._board):
+            for news in self._slow_workers.look(seats, self._board, self._together):
                 kind = "slow-worker" if news.is_slow else "slow-worker-over"
                 self._journal.tell(kind, news.text, rank=news.rank, host=news.host)
 

@@ -222,7 +222,8 @@ class NodeRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
         self._earlier: list[TCPStore] = []
         self._opened: dict[str, TCPStore] = {}  # of plans that are come to live, by their addresses
-        self._is_lost = False
+        self.is_lost = False
+        """Whether the node that has the rendezvous is gone."""
         self._num_rounds = 0
         self._look_at = 0.0
         self.board: RoundBoard | None = None
@@ -262,7 +263,7 @@ class NodeRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many nodes came, left or fell silent since the round began, or 1 where all have to meet again."""
-        if self._is_lost:  # it does not come back, and torch prints stacks of its own each time that it is asked
+        if self.is_lost:  # it does not come back, and torch prints stacks of its own each time that it is asked
             return int(self._is_pending())
         try:
             num_waiting = self._inner.num_nodes_waiting()
@@ -353,8 +354,8 @@ class NodeRendezvous(RendezvousHandler):
             return False
 
     def _tell_lost(self, error: RendezvousConnectionError) -> None:
-        if not self._is_lost:
-            self._is_lost = True
+        if not self.is_lost:
+            self.is_lost = True
             stop_heartbeats(self._inner)
             _logger.error(
                 "the rendezvous does not answer any more: the node that has it is gone. The workers of this node go on "

@@ -18,7 +18,7 @@ from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.members import member_records, why_restart_told
 from elastic_ext.errors import in_words
 from elastic_ext.members.plan import MembershipPlan
-from elastic_ext.records.agent import MEMBERSHIP_FILE, MOST_BYTES
+from elastic_ext.records.agent import MEMBERSHIP_FILE, MOST_BYTES, WORKERS_FILE, WorkersRecord
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.member import MemberRecord
 from elastic_ext.records.metrics import JobEvent
@@ -30,7 +30,15 @@ from .jobs import JobHere, add_job, one_job
 __all__ = ["MembersView", "add_members", "members_in_words", "run_members", "view_of"]
 
 _WAYS = "--run-dir DIR, or --job NAME"
-_KINDS = ("members", "members-planned", "members-changed", "members-refused", "membership-in-force", "membership")
+_KINDS = (
+    "members",
+    "members-planned",
+    "members-waiting",
+    "members-changed",
+    "members-refused",
+    "membership-in-force",
+    "membership",
+)
 _ENDS = ("succeeded", "failed", "ended", "left-out", "not-taken", "rendezvous-failed")
 """The kinds of the events by which agents say how they have ended."""
 _BEGAN = "training-began"
@@ -69,7 +77,15 @@ def run_members(options: argparse.Namespace, environ: Mapping[str, str], termina
             return _drain(job, options, terminal)
         plan, records, events = _read(job)
         since = min((agent.time for agent in job.living_agents().values()), default=0.0)
-        view = view_of(plan, records, events, has_begun=_has_begun(job), since=since, is_running=job.is_running())
+        view = view_of(
+            plan,
+            records,
+            events,
+            has_begun=_has_begun(job),
+            since=since,
+            is_running=job.is_running(),
+            waiting=_waiting(job),
+        )
     except AgentRefused as error:
         terminal.complain(f"refused: {error}")
         return _REFUSED
@@ -119,6 +135,8 @@ class MembersView:
     """The change that is under way, by the event of its plan."""
     changes: tuple[JobEvent, ...]
     """The last events of members, oldest first."""
+    waiting: str = ""
+    """Which nodes wait to join and for what, a sentence; empty where none does."""
     ended: str = ""
     """That the job has ended on this machine, and how, a sentence; empty while it runs."""
 
@@ -134,6 +152,7 @@ class MembersView:
             "is_live": self.is_live,
             "why_restart": self.why_restart,
             "planned": None if self.planned is None else _event(self.planned),
+            "waiting": self.waiting,
             "warming": [{"seat": each.seat, "pid": each.pid, "ready": each.ready} for each in self.warming],
             "changes": [_event(each) for each in self.changes],
             "ended": self.ended,
@@ -148,12 +167,13 @@ def view_of(
     has_begun: bool = True,
     since: float = 0.0,
     is_running: bool = True,
+    waiting: str = "",
 ) -> MembersView:
     """The members by the newest plan, what the workers here say, and what has happened, oldest first. Pure.
 
-    ``has_begun`` is as MembersView has it; ``since`` says when the agents here have started, seconds since 1970: what
-    earlier ones have told of how members change is no news. Of a job that does not run any more only the plan and the
-    events are told: nobody can join it or leave it.
+    ``has_begun`` and ``waiting`` are as MembersView has them; ``since`` says when the agents here have started, seconds
+    since 1970: what earlier ones have told of how members change is no news. Of a job that does not run any more only
+    the plan and the events are told: nobody can join it or leave it.
     """
     ends = [each.text for each in events if each.kind in _ENDS]
     events = [each for each in events if each.kind not in _ENDS]
@@ -186,6 +206,7 @@ def view_of(
         has_begun=has_begun,
         planned=None if is_over or is_restart else planned,
         changes=tuple(events[-_NUM_CHANGES:]),
+        waiting=waiting,
     )
 
 
@@ -205,6 +226,8 @@ def members_in_words(view: MembersView) -> list[str]:
         lines.append(f"  {node.node_id} on {node.host}: {'rank' if node.num_workers == 1 else 'ranks'} {ranks}")
     if view.ended:
         lines.append(view.ended)
+    elif view.is_live is None and view.waiting and not view.has_begun:
+        pass  # the node that waits has no workers, which would say it
     elif view.is_live is None and not view.has_begun:
         lines.append("members change in a way that is not known yet: its workers have not begun to train")
     elif view.is_live is None:
@@ -214,6 +237,8 @@ def members_in_words(view: MembersView) -> list[str]:
         lines.append(f"members change {how}")
     if view.planned is not None:
         lines.append(f"under way: {view.planned.text}")
+    if view.waiting:
+        lines.append(view.waiting)
     for each in view.warming:
         state = f"ready to join by membership {each.ready}" if each.ready else "warms up to join"
         lines.append(f"  seat {each.seat} (pid {each.pid}) {state}")
@@ -236,17 +261,17 @@ def _read(job: JobHere) -> tuple[MembershipPlan, list[MemberRecord | None], list
     known = {folder: [each for each in records if each is not None] for folder, records in found.items()}
     joining = {folder for folder, records in known.items() if records and not any(each.version for each in records)}
     newest = max(plans, key=lambda folder: (folder not in joining, plans[folder].version))
-    records = [each for folder in plans for each in found[folder]]
+    records = [each for folder in plans for each in found[folder]] or [None]
     events = [event for folder in plans for event in EventFiles(folder, most_bytes=_MOST_EVENT_BYTES).look().events]
     events = sorted((each for each in events if each.kind in (*_KINDS, *_ENDS)), key=lambda event: event.time)
     return plans[newest], records, _once(events)
 
 
 def _records_in(folder: Path, plan: MembershipPlan) -> list[MemberRecord | None]:
-    """What the workers of the agent of a run directory say, None for one that says nothing."""
+    """What the workers of the agent of a run directory say, None for one that says nothing; a spare has no workers."""
     agent = agent_in(folder)
     seats = [member.seat for member in plan.members if agent is None or member.node_id == agent.node_id]
-    return [*member_records(folder, seats).values()] or [None]
+    return [*member_records(folder, seats).values()]
 
 
 def _has_begun(job: JobHere) -> bool:
@@ -257,6 +282,18 @@ def _has_begun(job: JobHere) -> bool:
         if any(each.kind == _BEGAN and (agent is None or each.time >= agent.time) for each in events):
             return True
     return False
+
+
+def _waiting(job: JobHere) -> str:
+    """Which nodes wait to join and for what, as the agents that run here say; empty for none."""
+    for folder, agent in job.living_agents().items():
+        try:
+            record = WorkersRecord.from_json(read_at_most(folder / WORKERS_FILE, MOST_BYTES).decode())
+        except (OSError, ValueError):
+            continue
+        if record.waiting and record.time >= agent.time:
+            return record.waiting
+    return ""
 
 
 def _once(events: Sequence[JobEvent]) -> list[JobEvent]:

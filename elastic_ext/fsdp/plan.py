@@ -134,6 +134,10 @@ class ParallelPlan:
         """Whether parameters are plain tensors, whole on each rank, and DDP averages their gradients."""
         return not STRATEGIES[self.strategy].is_sharded
 
+    def rank_multiple(self, num_local: int) -> int:
+        """Of what the number of ranks, ``num_local`` to a machine, has to be a multiple; 1 where any is allowed."""
+        return (self.shard_degree or num_local) if STRATEGIES[self.strategy].has_degree else 1
+
     def degrees(self, num_ranks: int, num_local: int) -> Degrees:
         """The degrees on ``num_ranks`` ranks, ``num_local`` to a machine; ValueError where they do not divide."""
         if self.is_replicated:

@@ -1,17 +1,19 @@
 """What nodes that have met decide: who trains, and whether workers go on while that changes or are started anew. Pure.
 
 Every node says the same things of itself, hears all, and comes to the same. Words: who *stays* was in the membership
-plan in force and is in the next one, who *joins* only in the next, and who *leaves* only in that before.
+plan in force and is in the next one, who *joins* only in the next, and who *leaves* only in that before. A *spare* is a
+node that has met the others and waits, without workers, since with its ranks no model could be sharded as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from elastic_ext.records.json import record_of
 from elastic_ext.records.member import MemberRecord
+from elastic_ext.records.text import counted
 
 from .plan import MembershipPlan, NodeShare
 
@@ -28,7 +30,9 @@ __all__ = [
     "RowState",
     "count",
     "decide_members",
+    "fitting",
     "in_force",
+    "multiple_of",
     "settle",
     "stage_of",
     "why_restart_at_loss",
@@ -93,6 +97,8 @@ class NodeWords:
     """When this is said, seconds since 1970; the plan has the time of the first node."""
     leaving: tuple[LeavingNode, ...] = ()
     """The nodes that leave, as this node has heard of them."""
+    rank_multiple: int = 1
+    """Of what the number of ranks has to be a multiple, by this node's workers, or else as this node has heard last."""
     refused: tuple[str, ...] = ()
     """The nodes that the ranks have refused to take in, for what their workers are or have not answered."""
     why_refused: str = ""
@@ -142,8 +148,14 @@ class MeetingDecision:
     left: tuple[str, ...] = ()
     kept_out: tuple[str, ...] = ()
     """The nodes that have met the others and do not join."""
+    spares: tuple[str, ...] = ()
+    """The nodes that have met the others and wait without workers until the number of ranks fits with theirs."""
+    why_spares: str = ""
+    """Which nodes wait as spares and for what, a sentence; empty where none does."""
+    is_one_plan: bool = False
+    """Whether nodes leave and join by one plan, since the number of ranks would not fit between the two."""
     holder: str = ""
-    """The node that has the store in which the workers of the next plan find each other."""
+    """The node that has the store in which the workers of the next plan find each other; empty where torch's has it."""
     takes_back: bool = False
     """Whether workers have been told a plan that does not come: they are told one with the members of now."""
 
@@ -158,28 +170,33 @@ def decide_members(words: Sequence[NodeWords]) -> MeetingDecision:
     """How the workers of nodes that have met come to the next plan, from the words of all in the order of places."""
     plan = in_force(words)
     if plan is None:
-        return MeetingDecision(kind="start")
+        return _all_anew(words, ())
     known, now = [node.node_id for node in plan.nodes], [each.node_id for each in words]
     stay = [each for each in words if each.node_id in known]
     leaving = {one.node_id: one for each in stay for one in each.leaving}
-    joined = tuple(node for node in now if node not in known)
     left = tuple(node for node in known if node not in now)
-    start = MeetingDecision(kind="start", joined=joined, left=left)
     if {*left} - leaving.keys() or not all(each.keeps_workers and not each.has_failed for each in stay):
-        return start  # some have failed or are lost, and nobody could go on
+        return _all_anew(words, known)  # some have failed or are lost, and nobody could go on
     others = [each for each in words if each.plan != plan and (each in stay or each.plan is not None)]
     unsettled = [each.unsettled for each in stay]
     if why := _first([*unsettled, *(f"{each.node_id} has another membership plan in force" for each in others)]):
-        return replace(start, why=why)
+        return _all_anew(words, known, why=why)
     refused = {node for each in stay for node in each.refused}
-    kept_out = tuple(node for node in joined if node in refused)
-    joined = tuple(node for node in joined if node not in refused)
+    kept_out = tuple(node for node in now if node not in known and node in refused)
     why_kept_out = _first([each.why_refused for each in stay]) if kept_out else ""
-    whys = [each.why_restart for each in words if each.node_id not in kept_out]
-    whys += [leaving[node].why_restart for node in left]
+    come = [each for each in words if each.node_id not in known and each.node_id not in refused]
+    num_staying, multiple = _num_workers(stay), multiple_of(words)
+    taken = _chosen(num_staying, come, multiple)
+    if left and taken is None:
+        why = f"without {', '.join(left)} the number of ranks is no multiple of {multiple} (the shard degree)"
+        return _all_anew(words, known, why=why)
+    joined = tuple(each.node_id for each in taken or ())
+    spares = [each for each in come if each.node_id not in joined]
+    meant = [each for each in words if each not in spares and each.node_id not in kept_out]
+    whys = [each.why_restart for each in meant] + [leaving[node].why_restart for node in left]
     if (joined or left) and (why := _first(whys)):
         if left or not any(each.choice == "live" for each in stay):
-            return replace(start, why=why)
+            return _all_anew(words, known, why=why)
         joined, kept_out, why_kept_out = (), (*kept_out, *joined), why
     is_change = bool(joined or left)
     return MeetingDecision(
@@ -188,8 +205,80 @@ def decide_members(words: Sequence[NodeWords]) -> MeetingDecision:
         joined=joined,
         left=left,
         kept_out=kept_out,
-        holder=next((node for node in known if node in now), ""),
+        spares=tuple(each.node_id for each in spares),
+        why_spares=_spares_in_words(spares, [each for each in words if each.node_id in (*known, *joined)], multiple),
+        is_one_plan=bool(joined and left) and num_staying % multiple > 0,
+        holder=next(node for node in known if node in now) if is_change else "",
         takes_back=not is_change and any(each.written > plan.version for each in stay),
+    )
+
+
+def _all_anew(words: Sequence[NodeWords], known: Sequence[str], *, why: str = "") -> MeetingDecision:
+    """The decision that workers are started anew: on all nodes, or on the most of them whose number of ranks fits.
+
+    Those of the plan in force, ``known``, come first. Where no number fits, the model may be sharded in another way on
+    so few ranks: all are started.
+    """
+    multiple = multiple_of(words)
+    by_right = sorted(words, key=lambda each: each.node_id not in known)
+    train = _chosen(0, by_right, multiple) or words
+    spares = [each for each in words if each not in train]
+    now = [each.node_id for each in words]
+    return MeetingDecision(
+        kind="start",
+        why=why,
+        joined=tuple(each.node_id for each in words if each in train and each.node_id not in known) if known else (),
+        left=tuple(node for node in known if node not in now),
+        spares=tuple(each.node_id for each in spares),
+        why_spares=_spares_in_words(spares, train, multiple),
+        holder=next(each.node_id for each in words if each in train) if spares else "",  # not on one that may be gone
+    )
+
+
+def multiple_of(words: Sequence[NodeWords]) -> int:
+    """Of what the number of ranks has to be a multiple: as those say whose workers train, or else as all remember."""
+    train = [each for each in words if each.plan is not None]
+    return max(each.rank_multiple for each in train or words)
+
+
+def _num_workers(words: Sequence[NodeWords]) -> int:
+    return sum(each.num_workers for each in words)
+
+
+def _chosen(num_ranks: int, words: Sequence[NodeWords], multiple: int) -> list[NodeWords] | None:
+    """The most of these nodes whose ranks make the number fit, in their order; those that met before have precedence.
+
+    None where no number fits.
+    """
+    first = sorted(words, key=lambda each: each.version == 0)
+    numbers = fitting(num_ranks, [each.num_workers for each in first], multiple)
+    return None if numbers is None else [each for each in words if each in [first[number] for number in numbers]]
+
+
+def fitting(num_ranks: int, sizes: Sequence[int], multiple: int) -> tuple[int, ...] | None:
+    """Which of ``sizes``, by number, have the largest sum that makes ``num_ranks`` a multiple of ``multiple`` with it.
+
+    Of equal sums the one counts that the first of them have. None where there is none, () where none of them is needed.
+    """
+    best: dict[int, tuple[int, tuple[int, ...]]] = {num_ranks % multiple: (0, ())}  # by the remainder
+    for number, size in enumerate(sizes):
+        for remainder, (total, chosen) in [*best.items()]:
+            after = (remainder + size) % multiple
+            if after not in best or total + size > best[after][0]:
+                best[after] = total + size, (*chosen, number)
+    return best[0][1] if 0 in best else None
+
+
+def _spares_in_words(spares: Sequence[NodeWords], train: Sequence[NodeWords], multiple: int) -> str:
+    """Which nodes wait and for what, in a sentence; empty where none does."""
+    if not spares:
+        return ""
+    names, num_spare = ", ".join(each.node_id for each in spares), counted(_num_workers(spares), "rank")
+    wait, have = ("waits as a spare", "it has") if len(spares) == 1 else ("wait as spares", "they have")
+    num_ranks = _num_workers(train)
+    return (
+        f"{names} {wait}: {have} {num_spare}, {num_ranks} {'trains' if num_ranks == 1 else 'train'}, and the number of "
+        f"ranks that train is to be a multiple of {multiple} (the shard degree)"
     )
 
 
@@ -231,7 +320,8 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
         now = [each.node_id for each in words]
         lost = [] if plan is None else [node.node_id for node in plan.nodes if node.node_id not in now]
         reason = "the job starts" if version == 1 else _why(decision.joined, lost, has_failed)
-        plans = [MembershipPlan(version=version, nodes=_shares(words), reason=reason, time=words[0].time)]
+        nodes = _shares([each for each in words if each.node_id not in decision.spares])
+        plans = [MembershipPlan(version=version, nodes=nodes, reason=reason, time=words[0].time)]
     else:
         assert plan is not None, "somebody trains who goes on"
         plans = _live(plan, words, decision, version=version, store=store) or [plan]
@@ -250,25 +340,21 @@ def _live(
 ) -> list[MembershipPlan]:
     """The plans to be come to live, one after the other; or the members of now, where they take another plan back.
 
-    Who leaves does not wait until who joins is ready: that may take long, and nodes that leave have little time.
+    Who leaves does not wait until who joins is ready, unless the number of ranks would not fit: that may take long, and
+    nodes that leave have little time.
     """
-    joined = [
-        NodeShare(node_id=each.node_id, host=each.host, first_rank=0, num_workers=each.num_workers)
-        for each in words
-        if each.node_id in decision.joined
-    ]
+    joined = _shares([each for each in words if each.node_id in decision.joined])
     last = plan.at_version(version - 1)
     found: list[MembershipPlan] = []
     if decision.takes_back:
         reason = f"the membership stays as it was: {decision.why or 'nobody joins or leaves'}"
         return [last.changed(reason=reason, time=words[0].time, store=plan.store)]
-    if decision.left:
-        reason = ", ".join(f"{node} leaves" for node in decision.left)
-        found.append(last.changed(left=decision.left, reason=reason, time=words[0].time, store=store))
-    if joined:
-        reason = ", ".join(f"{node} joins" for node in decision.joined)
-        last = found[0] if found else last
-        found.append(last.changed(joined=joined, reason=reason, time=words[0].time, store=store))
+    changes = [(joined, decision.left)] if decision.is_one_plan else [((), decision.left), (joined, ())]
+    for come, left in changes:
+        if come or left:
+            reason = ", ".join([*(f"{node} leaves" for node in left), *(f"{each.node_id} joins" for each in come)])
+            last = last.changed(joined=come, left=left, reason=reason, time=words[0].time, store=store)
+            found.append(last)
     return found
 
 

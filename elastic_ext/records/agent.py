@@ -157,3 +157,5 @@ class WorkersRecord(JsonRecord):
     """How often the workers of this job have been restarted after a failure."""
     membership_version: int
     workers: tuple[WorkerSeen, ...]
+    waiting: str = ""
+    """Which nodes wait to join the job and for what, a sentence; empty where none does."""

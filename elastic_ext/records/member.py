@@ -36,6 +36,8 @@ class MemberRecord(JsonRecord):
     """The version of the newest plan that the ranks have refused; 0 where they have refused none."""
     why_refused: str = ""
     """Why they have refused it, a sentence that names the rank."""
+    rank_multiple: int = 1
+    """Of what the number of ranks has to be a multiple, as the model is sharded now; 1 where any number is allowed."""
     refused_seats: tuple[int, ...] = ()
     """The seats of those workers that were to join for whose sake they have refused it; none where it is not theirs."""
 

@@ -161,6 +161,7 @@ class TrainingMembers:
         self.form_seconds = FORM_SECONDS
         """How long ranks wait for each other where they form groups."""
         self._why_restart = ""
+        self._told_multiple: int | None = None  # None before this worker has written its record
         self._ready = self._agreed = self._refused = 0
         self._why_refused = ""
         self._refused_seats: list[int] = []
@@ -206,6 +207,11 @@ class TrainingMembers:
         before, self._why_restart = self._why_restart, why_restart(self._training)
         at_loss, why_at_loss = self._training.losses.why_restart, self._training.losses.look()
         if not self.joins or (self._why_restart, why_at_loss) != (before, at_loss):
+            self._write()
+
+    def tell_resharded(self) -> None:
+        """Write this worker's record anew where the model is sharded so that other numbers of ranks fit."""
+        if self._told_multiple not in (None, self._rank_multiple):
             self._write()
 
     def close(self) -> None:
@@ -820,7 +826,14 @@ class TrainingMembers:
         held = None if self.watcher is None else self.watcher.newest
         return 0 if held is None or held.mode != "live" else held.version
 
+    @property
+    def _rank_multiple(self) -> int:
+        """Of what the number of ranks has to be a multiple, as the model is sharded now."""
+        spread = self._training.spread
+        return 1 if spread.plan is None else spread.plan.rank_multiple(spread.num_local)
+
     def _write(self) -> None:
+        self._told_multiple = self._rank_multiple
         self._follower.reports.write_member(
             MemberRecord(
                 seat=self._follower.ranks.seat,
@@ -833,6 +846,7 @@ class TrainingMembers:
                 agreed=self._agreed,
                 refused=self._refused,
                 why_refused=self._why_refused,
+                rank_multiple=self._told_multiple,
                 refused_seats=tuple(self._refused_seats),
             )
         )

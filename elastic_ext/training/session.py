@@ -283,6 +283,7 @@ class Session:
         self._training.growing.forget()
         self._training.guarding.expect_more()
         self._training.reports.tell_resharded(report)
+        self._training.members.tell_resharded()
 
     def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
         """End training with all ranks, or tell them of ``error``, an exception. Twice is allowed.

@@ -534,8 +534,9 @@ def test_a_node_that_leaves_once_another_has_joined_stays_until_there_is_one_tha
     ]
     plan = MembershipPlan(version=1, nodes=tuple(shares), reason="the job starts", time=1.0)
     assert Drain(node="a").is_due(plan)
-    assert not Drain(node="a", after_join=True, known=("a", "b", "c")).is_due(plan)
+    assert not Drain(node="a", after_join=True, known=("a", "b", "c")).is_due(plan, ("c",))
     assert Drain(node="a", after_join=True, known=("a", "c")).is_due(plan)
+    assert Drain(node="a", after_join=True, known=("a", "b")).is_due(plan, ("c",)), "a spare, which takes its place"
 
 
 def test_a_request_that_a_node_leaves_is_told_in_each_round_until_it_has_left() -> None:

@@ -15,7 +15,14 @@ from elastic_ext.cli import main
 from elastic_ext.cli.members import MembersView, members_in_words, view_of
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.processes import process_of
-from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, MEMBERSHIP_FILE, AgentRecord
+from elastic_ext.records.agent import (
+    AGENT_FILE,
+    EVENTS_FILE,
+    MEMBERSHIP_FILE,
+    WORKERS_FILE,
+    AgentRecord,
+    WorkersRecord,
+)
 from elastic_ext.records.member import MemberRecord, member_file
 from elastic_ext.records.metrics import JobEvent
 
@@ -168,6 +175,25 @@ def test_what_files_say_is_told_as_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert told["plan"]["version"] == 3 and told["is_live"] is None and told["warming"] == []
     assert told["ended"] == "" and told["planned"]["text"] == told["changes"][1]["text"] == "membership 4 is planned"
     assert len(told["changes"]) == 2, "what workers tell alike is told once"
+
+
+def test_who_waits_as_a_spare_is_told_also_on_its_own_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "c-1 waits as a spare: it has 1 rank, 3 train"
+    view = view_of(PLAN, [record(0), record(1)], [], waiting=words)
+    assert members_in_words(view)[-2:] == ["members change while workers go on", words]
+    assert words not in members_in_words(view_of(PLAN, [record(0)], [], waiting=words, is_running=False))
+    agent = replace(agent_here(), node_id="c-1")
+    (tmp_path / AGENT_FILE).write_text(agent.to_json())
+    (tmp_path / MEMBERSHIP_FILE).write_text(PLAN.to_json())
+    seen = WorkersRecord(time=2.0, restart=0, membership_version=3, workers=(), waiting=words)
+    (tmp_path / WORKERS_FILE).write_text(seen.to_json())
+    assert main(["members", "--run-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == [words], "and nothing of workers that it does not have"
+    (tmp_path / AGENT_FILE).write_text(replace(agent, time=3.0).to_json())
+    assert main(["members", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["waiting"] == "", "an earlier agent has said that"
 
 
 def test_where_there_is_no_plan_or_no_agent_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from elastic_ext import ParallelPlan
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.plan import Degrees, blocks_recomputed, parts_of, units_of_blocks
+from elastic_ext.strategies import STRATEGIES
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,22 @@ def test_ranks_are_shared_out_by_strategy_and_degree(
     found = plan.degrees(num_ranks, num_local)
     assert (found.replicate, found.shard) == degrees
     assert found.num_ranks == num_ranks
+
+
+def test_the_numbers_of_ranks_that_a_plan_allows_are_the_multiples_of_one() -> None:
+    for strategy, degree, num_local in itertools.product(STRATEGIES, (None, 1, 2, 3), (1, 2, 4)):
+        if degree is None or strategy == "hybrid_shard":
+            plan = ParallelPlan(strategy=strategy, shard_degree=degree)  # type: ignore[arg-type]
+            allowed = [num_ranks for num_ranks in range(1, 13) if is_allowed(plan, num_ranks, num_local)]
+            multiple = plan.rank_multiple(num_local)
+            assert allowed == [*range(multiple, 13, multiple)], plan
+
+
+def is_allowed(plan: ParallelPlan, num_ranks: int, num_local: int) -> bool:
+    try:
+        return plan.degrees(num_ranks, num_local).num_ranks == num_ranks
+    except ValueError:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from elastic_ext.members.decision import (
     LeavingNode,
     NodeWords,
     decide_members,
+    fitting,
     settle,
     stage_of,
     why_restart_of,
@@ -204,6 +207,167 @@ def test_whatever_their_order_who_stays_comes_first(words: list[NodeWords]) -> N
 def test_what_a_node_says_of_members_comes_through_json() -> None:
     words = stays("a", leaving=leaving("b", why=WHY), choice="live")
     assert NodeWords.from_row(json.loads(json.dumps(words.to_row()))) == words
+
+
+# ---- spares ----
+
+
+def best_of(num_ranks: int, sizes: Sequence[int], multiple: int) -> int | None:
+    """The largest sum of some of the sizes with which the number of ranks fits, by trying all; None for no such."""
+    sums = [sum(some) for number in range(len(sizes) + 1) for some in itertools.combinations(sizes, number)]
+    return max((each for each in sums if (num_ranks + each) % multiple == 0), default=None)
+
+
+def test_the_most_ranks_are_taken_in_with_which_the_number_fits() -> None:
+    for multiple, num_ranks, number in itertools.product(range(1, 5), range(7), range(5)):
+        for sizes in itertools.product(range(1, 4), repeat=number):
+            found = fitting(num_ranks, sizes, multiple)
+            assert (None if found is None else sum(sizes[each] for each in found)) == best_of(
+                num_ranks, sizes, multiple
+            )
+    assert fitting(2, [1, 1, 1], 2) == (0, 1), "of equal ones the first"
+    assert fitting(2, [1, 2, 1], 2) == (0, 1, 2) and fitting(4, [3], 4) == () and fitting(3, [2], 4) is None
+
+
+def with_sizes(**sizes: int) -> MembershipPlan:
+    """A plan with so many workers on each node."""
+    firsts = itertools.accumulate(sizes.values(), initial=0)
+    shares = [
+        NodeShare(node_id=name, host=f"h{name}", first_rank=first, num_workers=size)
+        for (name, size), first in zip(sizes.items(), firsts, strict=False)
+    ]
+    return MembershipPlan(version=3, nodes=tuple(shares), reason="the job starts", time=1.0)
+
+
+def met(
+    plan: MembershipPlan, come: Sequence[int], *, multiple: int, left: Sequence[str] = (), **changes: Any
+) -> list[NodeWords]:
+    """The words of nodes that have met: those of a plan but who leaves, and nodes with so many workers each."""
+    stay = [node for node in plan.nodes if node.node_id not in left]
+    words = [
+        stays(
+            node.node_id,
+            plan=plan,
+            num_workers=node.num_workers,
+            rank_multiple=multiple,
+            leaving=leaving(*left),
+            **changes,
+        )
+        for node in stay
+    ]
+    return words + [joins(f"z{number}", num_workers=size) for number, size in enumerate(come)]
+
+
+def many_meetings() -> Iterator[tuple[list[NodeWords], int]]:
+    """Meetings of two or three nodes that train, some of which leave, with up to three that come; and the multiple."""
+    for sizes in itertools.product((1, 2, 3), repeat=3):
+        plan = with_sizes(a=sizes[0], b=sizes[1], c=sizes[2])
+        for multiple in (1, 2, 3, 4, 6):
+            for number, left in itertools.product(range(4), ((), ("c",), ("a", "b"))):
+                if plan.world_size % multiple == 0:
+                    for come in itertools.product((1, 2), repeat=number):
+                        yield met(plan, come, multiple=multiple, left=left), multiple
+
+
+def test_workers_go_on_by_plans_alone_whose_number_of_ranks_fits_and_nobody_is_spare_without_need() -> None:
+    kinds = dict.fromkeys(("live", "same", "start", "one plan", "two plans", "spares", "no spares"), 0)
+    for words, multiple in many_meetings():
+        settled = settle(words, max_restarts=0, store=STORE)
+        decision, plan = settled.decision, words[0].plan
+        assert plan is not None
+        plans = [each for each in (settled.plan, settled.then) if each is not None]
+        kinds[decision.kind] += 1
+        kinds["spares" if decision.spares else "no spares"] += 1
+        stay = [each for each in words if each.plan is not None]
+        come = [each for each in words if each.plan is None]
+        assert bool(decision.why_spares) == bool(decision.spares)
+        for each in plans:
+            each.check()
+            assert not {node.node_id for node in each.nodes} & {*decision.spares}
+        num_staying = sum(each.num_workers for each in stay)
+        best = best_of(num_staying, [each.num_workers for each in come], multiple)
+        if decision.kind == "start":
+            assert best is None and decision.left, "no number that fits could be come to with all who stay"
+            most = best_of(0, [each.num_workers for each in words], multiple)
+            assert settled.plan.world_size == (most or sum(each.num_workers for each in words))
+            continue
+        assert {*decision.joined, *decision.spares} == {each.node_id for each in come}
+        assert all(each.world_size % multiple == 0 for each in plans)
+        assert best is not None and plans[-1].world_size == num_staying + best
+        assert decision.is_one_plan == (bool(decision.left and decision.joined) and num_staying % multiple > 0)
+        kinds["one plan"] += decision.is_one_plan
+        kinds["two plans"] += len(plans) == 2
+    assert all(kinds.values()), kinds
+
+
+def test_a_node_waits_as_a_spare_until_another_comes_and_both_join() -> None:
+    plan = with_sizes(a=2)
+    decision = decide_members(met(plan, [1], multiple=2))
+    assert (decision.kind, decision.joined, decision.spares, decision.holder) == ("same", (), ("z0",), "")
+    assert decision.why_spares == (
+        "z0 waits as a spare: it has 1 rank, 2 train, and the number of ranks that train is to be a multiple of 2 "
+        "(the shard degree)"
+    )
+    assert not decision.takes_back and settle(met(plan, [1], multiple=2), max_restarts=0).is_as_before
+    decision = decide_members(met(plan, [1, 1], multiple=2))
+    assert (decision.kind, decision.joined, decision.spares) == ("live", ("z0", "z1"), ())
+    four = decide_members(met(with_sizes(a=4), [1, 2], multiple=4)).why_spares
+    assert four.startswith("z0, z1 wait as spares: they have 3 ranks, 4 train, and")
+
+
+def test_a_spare_joins_once_the_workers_say_that_the_model_is_sharded_in_another_way() -> None:
+    words = met(with_sizes(a=2), [1], multiple=1)
+    words[-1] = replace(words[-1], version=3, rank_multiple=2)  # as it has heard before
+    decision = decide_members(words)
+    assert (decision.kind, decision.joined, decision.spares) == ("live", ("z0",), ())
+
+
+def test_a_spare_takes_the_place_of_a_node_that_leaves_by_one_plan() -> None:
+    settled = settle(met(with_sizes(a=1, b=1), [1], multiple=2, left=["b"]), max_restarts=0, store=STORE)
+    assert settled.decision.is_one_plan and settled.then is None
+    plan = settled.plan
+    assert (plan.version, plan.generation, plan.reason, plan.store) == (4, 1, "b leaves, z0 joins", STORE)
+    assert [(each.rank, each.seat, each.node_id) for each in plan.members] == [(0, 0, "a"), (1, 2, "z0")]
+
+
+def test_who_waited_before_joins_before_who_has_just_come() -> None:
+    words = met(with_sizes(a=2), [1, 1, 1], multiple=2)
+    words[-1] = replace(words[-1], version=3)
+    assert decide_members(words).joined == ("z0", "z2")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_spare_has_nobody_started_anew_however_members_change(choice: Any) -> None:
+    words = met(with_sizes(a=2), [1], multiple=2, choice=choice, why_restart=WHY)
+    words[-1] = replace(words[-1], why_restart=WHY)
+    decision = decide_members(words)
+    assert (decision.kind, decision.spares, decision.kept_out, decision.why) == ("same", ("z0",), (), "")
+    words += [replace(words[-1], node_id="z1")]
+    assert decide_members(words).kind == ("same" if choice == "live" else "start")
+
+
+@pytest.mark.parametrize(
+    ("words", "trains", "why"),
+    [
+        (met(with_sizes(a=1, b=1), [1], multiple=2, has_failed=True), "a b", ""),
+        (met(with_sizes(a=1, b=1), [1], multiple=2, keeps_workers=False), "a b", ""),
+        (met(with_sizes(a=1, b=1), [1], multiple=2)[1:], "b z0", ""),  # a is lost
+        (met(with_sizes(a=1, b=1, c=1, d=1), [], multiple=2, left=["b"]), "a c", "without b the number of ranks is no"),
+        (met(with_sizes(a=1, b=1), [], multiple=2, left=["a"]), "b", "without a the number of ranks is no multiple"),
+        (met(with_sizes(a=1, b=1), [1], multiple=2, has_failed=True)[2:], "z0", ""),
+    ],
+)
+def test_workers_are_started_anew_on_so_many_nodes_that_the_number_of_ranks_fits_if_any_does(
+    words: list[NodeWords], trains: str, why: str
+) -> None:
+    settled = settle(words, max_restarts=3, store=STORE)
+    decision = settled.decision
+    assert decision.kind == "start" and decision.why.startswith(why) and bool(why) == bool(decision.why)
+    assert [node.node_id for node in settled.plan.nodes] == trains.split()
+    settled.plan.check()
+    assert decision.spares == tuple(each.node_id for each in words if each.node_id not in trains.split())
+    assert decision.holder == (trains.split()[0] if decision.spares else "")
+    assert settled.plan.store == "", "they meet as torch has them, if in another store"
 
 
 # ---- why not live, by what workers say ----

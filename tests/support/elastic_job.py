@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
     parser.add_argument("--sharded", action="store_true", help="with a model whose plan can be changed")
     parser.add_argument("--strategy", default="full_shard", help="that of --sharded")
+    parser.add_argument("--shard-degree", type=int, help="that of hybrid_shard")
     parser.add_argument("--tells-state", action="store_true")
     options = parser.parse_args()
     joins = "ELASTIC_EXT_JOINS" in os.environ  # others, which are in the middle of their training; until it is prepared
@@ -70,7 +71,7 @@ def main() -> None:
         checkpoint_options=CheckpointOptions(when_save_fails="warn"),
     )
     if options.sharded:
-        model = trainer.parallelize(model, ParallelPlan(strategy=options.strategy))
+        model = trainer.parallelize(model, ParallelPlan(options.strategy, options.shard_degree))
     inner = torch.optim.Adam(model.parameters(), lr=1e-2)
     tells = StateFile(options.folder, trainer, model, inner) if options.tells_state else None
     if tells is not None:

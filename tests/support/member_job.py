@@ -17,6 +17,7 @@ What they do besides is said by files in FOLDER, each with a sentence in it:
     agreed   they come to none either, and say that they have agreed on it, as where an evaluation goes on
     quiet    a worker that stays does not say that it has come to a plan, as long as the file is there
     die      a worker that joins ends before it is ready
+    multiple  the number of ranks has to be a multiple of the number there, which may change
     hold     it is not ready as long as the file is there
     end      all end well
 """
@@ -62,6 +63,7 @@ class Worker:
             time=time.time(),
             why_restart=self.told("why") or "",
             version=0 if self.joins else self.plan.version,
+            rank_multiple=self.multiple(),
         )
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         self.say()
@@ -72,6 +74,9 @@ class Worker:
     def told(self, name: str) -> str | None:
         file = self.folder / name
         return file.read_text() if file.exists() else None
+
+    def multiple(self) -> int:
+        return int(self.told("multiple") or 1)
 
     def held(self) -> MembershipPlan:
         return MembershipPlan.from_json((self.run_dir / MEMBERSHIP_FILE).read_text())
@@ -137,6 +142,8 @@ class Worker:
         if is_live and self.told("agreed") is not None and held.version > self.plan.version:
             self.say(agreed=held.version)
             is_live = False
+        if self.record.rank_multiple != self.multiple():
+            self.say(rank_multiple=self.multiple())
         if self.record.version < self.plan.version and self.told("quiet") is None:
             self.say(version=self.plan.version)
         newest = held.version if is_live and held.version > self.record.refused else self.plan.version

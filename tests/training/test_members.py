@@ -151,6 +151,8 @@ def test_shards_of_two_copies_become_four_and_two_again(ranks: RankPool, tmp_pat
     again = restarted(ranks, job, [(steps[2], 2), (steps[3], 4), (14, 2)])
     assert found[2].state == found[3].state == again[0].state
     check_samples(ranks, job, found)
+    records = [record_of(job, seat) for seat in range(4)]
+    assert [None if each is None else each.rank_multiple for each in records] == [2] * 4
 
 
 def test_one_node_leaves_as_another_joins_and_each_draws_as_the_rank_of_before(

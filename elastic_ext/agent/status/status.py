@@ -346,6 +346,8 @@ def status_of(files: RunFiles) -> NodeStatus:
         notes += _from_checkpoint_in_words(files, newest)
     elif config.refusal:
         troubles.append(_refused_in_words(config))
+    if is_running and files.workers is not None and files.workers.waiting:
+        notes.append(files.workers.waiting)
     if is_running and membership is not None and len(membership.nodes) > 1:
         notes += _members_in_words(files)
     if any(each.exit_code == _INTERRUPTED for each in ranks):

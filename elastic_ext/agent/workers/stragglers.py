@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,11 @@ class SlowWorkers:
         self._rounds = StragglerRounds()
         self._told: tuple[SlowWorker, ...] = ()
 
-    def look(self, seats: Sequence[int], board: Board | None) -> list[SlowNews]:
+    def look(self, seats: Sequence[int], board: Board | None, together: Collection[int]) -> list[SlowNews]:
         """The news of stragglers, if a look is due; ``seats`` are those of this node's running workers.
 
-        Nodes exchange their rounds on ``board``; None where there is no other node.
+        Nodes exchange their rounds on ``board``; None where there is no other node. Those at the places ``together``
+        have workers that train together, and the first of them judges.
         """
         now = self._clock()
         if now < self._due_at:
@@ -148,10 +149,10 @@ class SlowWorkers:
             return self._news(self._rounds.slow)
         if own is not None:
             board.tell(_ROUND, own.to_row())
-        if board.place > 0:
+        if board.place != min(together):
             return self._news(_announced(board))
-        told = board.values_of(_ROUND)
-        if len(told) == board.num_peers:
+        told = {place: row for place, row in board.values_of(_ROUND).items() if place in together}
+        if len(told) == len(together):
             self._rounds.see({place: NodeRound.from_row(row) for place, row in told.items()})
             board.post(_SLOW, [asdict(each) for each in self._rounds.slow])
         return self._news(self._rounds.slow)

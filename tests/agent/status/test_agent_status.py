@@ -511,6 +511,16 @@ def test_where_the_agent_has_members_change_by_a_restart_it_is_said() -> None:
     )
 
 
+def test_who_waits_to_join_is_said_while_the_job_runs() -> None:
+    words = "n2 waits as a spare: it has 1 rank"
+    files = replace(WITH_AGENT, workers=replace(WORKERS, waiting=words))
+    assert status_of(files).notes == (words,)
+    spare = replace(files, workers=replace(WORKERS, waiting=words, workers=()), metrics=(), living=frozenset())
+    status = status_of(spare)
+    assert (status.state, status.notes, status.troubles, status.ranks) == ("running", (words,), (), ())
+    assert words not in status_of(replace(spare, is_agent_running=False)).notes
+
+
 def test_a_job_that_runs_without_an_agent_where_one_has_ended_is_told_of_without_it() -> None:
     done = replace(WORKERS, time=NOW - 500, workers=(worker(0, state="succeeded", pid=7),))
     status = status_of(replace(WITH_AGENT, is_agent_running=False, workers=done))

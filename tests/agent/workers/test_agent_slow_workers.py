@@ -49,8 +49,10 @@ class Agents:
             for rank in set(ranks) - set(silent):
                 window = made_window(SLOW if rank in slow else STEP, rank=rank, world_size=self.world_size)
                 RunDirectory(folder, seat=rank).add_window(replace(window, begin=self.now - 1, end=self.now))
+        together = [place for place, ranks in enumerate(self.ranks) if ranks]
         return [
-            each.look(ranks, board) for each, ranks, board in zip(self._each, self.ranks, self._boards, strict=True)
+            each.look(ranks, board, together)
+            for each, ranks, board in zip(self._each, self.ranks, self._boards, strict=True)
         ]
 
 
@@ -87,6 +89,12 @@ def test_between_two_rounds_nothing_is_read(tmp_path: Path) -> None:
     agents = Agents(tmp_path, [0, 1])
     assert [told(agents.round(1, seconds=4.0)) for _ in range(8)] == [[[]]] * 8  # every third is a round
     assert told(agents.round(1, seconds=4.0)) == [[(1, True)]]
+
+
+def test_a_node_without_workers_is_not_waited_for_and_does_not_judge(tmp_path: Path) -> None:
+    agents = Agents(tmp_path, (), (0, 1), (), (2, 3))
+    found = [agents.round(1) for _ in range(4)]
+    assert [rank for row in found for news in told(row)[1::2] for rank in news] == [(1, True), (1, True)]
 
 
 def test_of_several_nodes_each_says_who_is_slow_and_where(tmp_path: Path) -> None:
