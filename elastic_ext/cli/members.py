@@ -38,6 +38,7 @@ _KINDS = (
     "members-refused",
     "membership-in-force",
     "membership",
+    "worker-lost",
 )
 _ENDS = ("succeeded", "failed", "ended", "left-out", "not-taken", "rendezvous-failed")
 """The kinds of the events by which agents say how they have ended."""
@@ -135,6 +136,9 @@ class MembersView:
     """The change that is under way, by the event of its plan."""
     changes: tuple[JobEvent, ...]
     """The last events of members, oldest first."""
+    why_restart_at_loss: str = ""
+    """Why all workers are started anew where one is lost, a sentence; empty where the others go on, or it is not known.
+    """
     waiting: str = ""
     """Which nodes wait to join and for what, a sentence; empty where none does."""
     ended: str = ""
@@ -151,6 +155,7 @@ class MembersView:
             "plan": asdict(self.plan),
             "is_live": self.is_live,
             "why_restart": self.why_restart,
+            "why_restart_at_loss": self.why_restart_at_loss,
             "planned": None if self.planned is None else _event(self.planned),
             "waiting": self.waiting,
             "warming": [{"seat": each.seat, "pid": each.pid, "ready": each.ready} for each in self.warming],
@@ -203,11 +208,20 @@ def view_of(
         records=said,
         is_live=None if not (said or told) or len(said) < len(records) else not whys,
         why_restart=whys[0] if whys else "",
+        why_restart_at_loss=_why_restart_at_loss(plan, said),
         has_begun=has_begun,
         planned=None if is_over or is_restart else planned,
         changes=tuple(events[-_NUM_CHANGES:]),
         waiting=waiting,
     )
+
+
+def _why_restart_at_loss(plan: MembershipPlan, said: Sequence[MemberRecord]) -> str:
+    """Why all workers are started anew where one is lost, a sentence; empty where others go on, or nobody says."""
+    whys = [each.why_restart_at_loss for each in said if each.version]
+    if len(plan.nodes) == 1 and "" in whys:
+        return "all of them are on one node, whose workers end together"
+    return next((why for why in whys if why), "")
 
 
 def _ends(event: JobEvent, planned: JobEvent) -> bool:
@@ -235,6 +249,9 @@ def members_in_words(view: MembersView) -> list[str]:
     else:
         how = "while workers go on" if view.is_live else f"by a restart of all workers: {view.why_restart}"
         lines.append(f"members change {how}")
+        if any(each.version for each in view.records):
+            anew = f"all workers are started anew: {view.why_restart_at_loss}"
+            lines.append(f"where a worker is lost {anew if view.why_restart_at_loss else 'those of other nodes go on'}")
     if view.planned is not None:
         lines.append(f"under way: {view.planned.text}")
     if view.waiting:

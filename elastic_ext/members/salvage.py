@@ -42,6 +42,8 @@ class WhatIsLeft(JsonRecord):
     """How often it has met all ranks between two steps, as at the ends of epochs."""
     step: int
     """How many steps it has committed."""
+    own: str = ""
+    """A digest of what each rank may have for itself."""
     owes_save: bool = False
     """Whether a checkpoint was due, or being saved, that will not be made."""
     is_like: str = ""

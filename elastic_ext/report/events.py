@@ -70,6 +70,7 @@ _GROUP_OF: dict[str, Group] = {
     "membership-changing": "membership",
     "membership-in-force": "membership",
     "members-changed": "membership",
+    "worker-lost": "failure",
     "rendezvous": "membership",
     "members": "membership",
     "members-planned": "membership",
@@ -94,7 +95,7 @@ _GROUP_OF: dict[str, Group] = {
     "told-to-end": "failure",
     "nothing-left": "restart",
 }
-_FAILURES = frozenset(("worker-failed", "failed", "over", "hang"))
+_FAILURES = frozenset(("worker-failed", "worker-lost", "failed", "over", "hang"))
 _LAST_WORDS = frozenset(("succeeded", "failed", "ended", "left-out", "refused", "rendezvous-failed"))
 _OF_AGENT = -1
 _TOGETHER_SECONDS = 60.0

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from elastic_ext.config.agreement import JoinedAgreement
 from elastic_ext.errors import ElasticError
+from elastic_ext.fsdp.checkpoint.contents import REGISTERED
 from elastic_ext.fsdp.reshard.change import ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
 from elastic_ext.members.plan import MembershipPlan
@@ -210,7 +211,7 @@ class Losses:
         cost = training.spread.regroup(change, groups.agree, groups)
         with ranks.in_step():
             training.session.take_up_model()
-            drawn = self._take(found, member.rank)
+            drawn = self._take(found, member.rank, are_own_unlike=len({row.own for row in rows}) > 1)
             training.members.come_to(plan, [drawn], has_own=False, before=before)
             if any(row.owes_save for row in rows) and training.saving is not None:
                 training.saving.save_again()
@@ -241,6 +242,7 @@ class Losses:
             num_met=self._num_met,
             step=counts.global_step,
             is_like=hashlib.blake2b(repr([each for each, _ in self._tensors()]).encode(), digest_size=8).hexdigest(),
+            own=training.members.own_tensors(),
             owes_save=owes_save,
             why_not=self._why_restart(),
         )
@@ -267,16 +269,20 @@ class Losses:
 
     # ---- who is behind ----
 
-    def _take(self, found: Salvage, rank: int) -> Mapping[str, Any]:
-        """Be where the leader is; gives the states of its random generators. With all that are left."""
+    def _take(self, found: Salvage, rank: int, *, are_own_unlike: bool) -> Mapping[str, Any]:
+        """Be where the leader is; gives the states of its random generators. With all that are left.
+
+        What each rank may have for itself becomes the leader's, as that of the first rank's in a checkpoint would.
+        """
         training, ranks = self._training, self._training.ranks
         telling = json.dumps(self._to_tell(found)).encode() if rank == found.leader else b""
         told = json.loads(ranks.broadcast(telling, found.leader, _DOING))
         error: Exception | None = None
         if rank in found.behind:
             training.steps.begin_behind()
-        for _, tensor in self._tensors() if found.behind else ():
-            dist.broadcast(tensor.detach(), found.leader)
+        for name, tensor in self._tensors() if found.behind or are_own_unlike else ():
+            if found.behind or name.startswith(REGISTERED):
+                dist.broadcast(tensor.detach(), found.leader)
         try:
             if rank != found.leader:
                 self._take_up(told, is_behind=rank in found.behind)

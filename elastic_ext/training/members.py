@@ -256,7 +256,7 @@ class TrainingMembers:
             if not (why_later or self._is_in_force(plan)):
                 groups = self._groups_of(plan)
                 self._try_out(plan)
-                own = self._own_tensors() if plan.world_size == ranks.world_size else ""
+                own = self.own_tensors() if plan.world_size == ranks.world_size else ""
         except (ElasticError, ValueError) as error:
             why_not = str(error)
         mine = Answer(
@@ -359,7 +359,7 @@ class TrainingMembers:
             return ""  # what is under way is waited for
         return training.checkpoints.why_not_idle(seconds)
 
-    def _own_tensors(self) -> str:
+    def own_tensors(self) -> str:
         """A digest of what each rank has for itself, and would have again from a checkpoint of as many ranks."""
         training = self._training
         digests = Comparable(training.saved_state.collect(), training.ranks.rank).digests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from elastic_ext.members.decision import (
     fitting,
     settle,
     stage_of,
+    why_restart_at_loss,
     why_restart_of,
 )
 from elastic_ext.members.plan import MembershipPlan, NodeShare
@@ -433,3 +434,32 @@ def test_a_plan_that_nobody_joins_by_is_told_at_once() -> None:
 
 def test_the_choices_are_what_the_launcher_allows() -> None:
     assert CHOICES == ("auto", "live", "restart")
+
+
+# --- once workers are lost --------------------------------------------------------------------------------------------
+
+
+def why_at_loss(*lost: int, told: Mapping[str, str] | None = None, min_nodes: int = 1, num_left: int = 1) -> str:
+    """Why all workers are started anew, of four nodes with a worker each."""
+    names = ["a", "b", "c", "d"]
+    shares = [NodeShare(node_id=name, host=name, first_rank=rank, num_workers=1) for rank, name in enumerate(names)]
+    plan = MembershipPlan(version=1, nodes=tuple(shares), reason="", time=0.0)
+    told = dict.fromkeys(names, "") if told is None else told
+    return why_restart_at_loss(plan, lost, told, min_nodes=min_nodes, num_left=num_left)
+
+
+def test_the_larger_part_of_the_nodes_goes_on_and_of_equal_parts_that_with_the_store() -> None:
+    assert why_at_loss(3) == why_at_loss(2, 3) == ""
+    assert "only 1 of 4 nodes are left" in why_at_loss(1, 2, 3)
+    assert "all workers are lost" in why_at_loss(0, 1, 2, 3)
+
+
+def test_others_go_on_where_all_that_are_left_have_said_that_they_can() -> None:
+    assert why_at_loss(1, told={"a": "", "c": "", "d": ""}) == "", "of the lost nothing is asked"
+    assert "d has not said" in why_at_loss(1, told={"a": "", "b": "", "c": ""})
+    assert why_at_loss(1, told={"a": "", "c": "sharded", "d": ""}) == "sharded (c)"
+
+
+def test_others_go_on_as_long_as_there_are_enough_nodes_and_failures_may_be_counted() -> None:
+    assert "2 nodes have workers left, and the job needs 3" in why_at_loss(2, 3, min_nodes=3)
+    assert "--max-restarts" in why_at_loss(3, num_left=0)

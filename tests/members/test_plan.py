@@ -112,3 +112,31 @@ def test_a_plan_that_an_earlier_version_wrote_is_read() -> None:
     text = '{"version":3,"nodes":[{"node_id":"a","host":"h","first_rank":0,"num_workers":2}],"reason":"r","time":1.0}'
     plan = MembershipPlan.from_json(text)
     assert plan == replace(plan_of(replace(node("a"), host="h")), version=3, reason="r", time=1.0)
+
+
+def lose(plan: MembershipPlan, *lost: int) -> MembershipPlan:
+    return plan.changed(lost=lost, reason="why", time=6.0, store=STORE)
+
+
+def test_without_workers_that_are_lost_the_others_keep_their_order_and_seats() -> None:
+    then = lose(FIRST, 0)
+    assert members_of(then) == [(0, 1, "a"), (1, 2, "b")] and then.lost == (0,)
+    assert (then.version, then.generation, then.mode) == (2, 1, "live")
+    assert members_of(lose(then, 2)) == [(0, 1, "a")], "a node without workers is in no plan"
+    assert MembershipPlan.from_json(then.to_json()) == then
+
+
+def test_a_seat_is_given_once_also_where_its_worker_is_lost() -> None:
+    assert members_of(changed(lose(FIRST, 2), joined=[node("b", 1)]))[-1] == (2, 3, "b")
+    assert changed(lose(FIRST, 2), joined=[node("b", 1)]).lost == ()
+
+
+def test_workers_that_nobody_has_cannot_be_lost_nor_all() -> None:
+    with pytest.raises(ValueError, match=r"seats \[7\] are to be lost; the plan has the seats \[0, 1, 2\]"):
+        lose(FIRST, 7)
+    with pytest.raises(ValueError, match="all workers of the plan are lost"):
+        lose(FIRST, 0, 1, 2)
+
+
+def test_a_plan_after_others_that_did_not_come_has_a_generation_of_its_own() -> None:
+    assert (FIRST.at_version(4).version, FIRST.at_version(4).generation) == (4, 3)
