@@ -1,15 +1,16 @@
-"""Nodes that join and leave: how long no step is taken, by elastic-run, torchrun and torchft.
+"""Nodes that join and leave, and workers that are killed: how long no step is taken, by elastic-run and its peers.
 
-Each node has one rank, of the same model, on this machine (benchmarks/members_job.py). Two of them train; a third one
-joins, or is there from the beginning and is sent SIGTERM. Read is the longest time between two steps of the job, from
-three steps before the first one in the new world to three after it, by what each process has written; a usual step, of
-which 20 ms are sleep, is a part of it.
+Each node has one rank, of the same model, on this machine (benchmarks/members_job.py). Two of them train, and a third
+one joins; or there are three from the beginning, and one is sent SIGTERM, or its worker SIGKILL. Read is the longest
+time between two steps of the job, from three steps before the first one in the new world, or from the kill, to three
+after it, by what each process has written; a usual step, of which 20 ms are sleep, is a part of it.
 
     torchrun            starts all anew, from the newest checkpoint on the disk; meets as in benchmarks/launcher.py
     restart             elastic-run --members=restart: starts all anew, from what was staged in memory
-    live                elastic-run --members=live: no process is started anew
+    live                elastic-run --members=live: no process is started anew, but for a worker that was killed
     torchft             replicas of one rank with its lighthouse, its DDP and its optimizer; a replica that is to leave
-                        ends between two steps, and is missed after a second (its own default: five)
+                        ends between two steps, and is missed after a second (its own default: five); one that was
+                        killed is not started again
 
 How many samples were lost (drawn, and in no step) or repeated (in two) is counted in each run. Groups of four ranks,
 and what ``live`` costs where nothing happens, are measured beside.
@@ -36,6 +37,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import psutil
+
 from benchmarks.harness import (
     Claim,
     Reading,
@@ -52,16 +55,17 @@ from benchmarks.harness import (
 from benchmarks.launcher import Job, job_of
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
 
-__all__ = ["Run", "longest_gap", "main", "read_steps", "samples_of"]
+__all__ = ["Run", "gap_after", "longest_gap", "main", "read_steps", "samples_of"]
 
 TORCHRUN, RESTART, LIVE, TORCHFT = "torchrun", "elastic-run, restart", "elastic-run, live", "torchft"
 LAUNCHERS: Mapping[str, Sequence[str]] = {
-    TORCHRUN: ("-m", "torch.distributed.run"),
-    RESTART: ("-m", "elastic_ext.run", "--members=restart"),
-    LIVE: ("-m", "elastic_ext.run", "--members=live"),
+    TORCHRUN: ("-m", "torch.distributed.run", "--max-restarts=3"),
+    RESTART: ("-m", "elastic_ext.run", "--members=restart", "--max-restarts=3"),
+    LIVE: ("-m", "elastic_ext.run", "--members=live", "--max-restarts=3"),
 }
 STALL, LOST, REPEATED = "Without a step", "Samples lost", "Samples repeated"
 DDP_OVER = {TORCHRUN: 1 / 40, RESTART: 1 / 15, TORCHFT: 1 / 2}
+KILLED_OVER = {TORCHRUN: 1 / 20, RESTART: 1 / 10, TORCHFT: 1 / 2}
 SHARDED_OVER = {RESTART: 1 / 8}
 GROUPS = QuantileTarget(quantile=0.5, at_most=0.1)
 _COSTS = Claim(at_most=1.01)
@@ -126,6 +130,14 @@ def longest_gap(steps: Sequence[tuple[int, float, int]], num_ranks: int) -> floa
     return max(late[1] - early[1] for early, late in pairwise(around))
 
 
+def gap_after(steps: Sequence[tuple[int, float, int]], killed_at: float) -> float:
+    """The longest time between two steps from the last one before a worker was killed on."""
+    first = next(place for place, (_, when, _) in enumerate(steps) if when > killed_at)
+    most = max(ranks for _, _, ranks in steps)
+    around = steps[max(0, first - 1) : first + _AROUND * most + 1]
+    return max(late[1] - early[1] for early, late in pairwise(around))
+
+
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +152,9 @@ class Nodes(Protocol):
     def end_node(self, number: int) -> None:
         """Send it SIGTERM."""
 
+    def kill_worker(self, number: int) -> None:
+        """Send its worker SIGKILL."""
+
 
 class _Launched(Nodes):
     """One that has a launcher in each node."""
@@ -152,6 +167,13 @@ class _Launched(Nodes):
 
     def end_node(self, number: int) -> None:
         self._job.nodes[number].send_signal(signal.SIGTERM)
+
+    def kill_worker(self, number: int) -> None:
+        files = self.folder.glob("steps-*.txt")
+        pids = {int(file.stem.removeprefix("steps-")) for file in files}
+        children = psutil.Process(self._job.nodes[number].pid).children(recursive=True)
+        (worker,) = [child for child in children if child.pid in pids]
+        worker.kill()
 
 
 class _Replicas(Nodes):
@@ -174,6 +196,9 @@ class _Replicas(Nodes):
 
     def end_node(self, number: int) -> None:
         self._replicas[number].terminate()
+
+    def kill_worker(self, number: int) -> None:
+        self._replicas[number].kill()
 
     def close(self) -> None:
         for process in (*self._replicas, self._lighthouse):
@@ -227,6 +252,19 @@ def _changed(side: str, way: str, before: int, after: int) -> tuple[Run, list[Ma
         return run, _changes_told(job.folder)
 
 
+def _killed(side: str, way: str, before: int) -> tuple[Run, float, list[Mapping[str, Any]]]:
+    """A job of which a worker is killed, when that was, and what it tells of that."""
+    num_steps = _NUM_STEPS[way]
+    with _nodes(side, way) as job:
+        for _ in range(before):
+            job.start_node()
+        _wait(job, lambda run: run.num_ranks == before and run.num_steps_among(before) >= num_steps)
+        killed_at = time.time()
+        job.kill_worker(before - 1)
+        run = _wait(job, lambda run: sum(when > killed_at for _, when, _ in run.steps) >= 3 * before * num_steps)
+        return run, killed_at, [each for each in _changes_told(job.folder) if each.get("lost")]
+
+
 def _changes_told(folder: Path) -> list[Mapping[str, Any]]:
     """The details of live changes, as their survivors have told them."""
     told = []
@@ -243,9 +281,11 @@ def _changes_told(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def main(share: float = 1.0) -> list[Result]:
-    """Tables of a join under DDP; in the whole form also of a leave, of shards, of groups, and of a quiet job."""
+    """Tables of a join and of a worker that is killed, under DDP; in the whole form also of a leave, of shards, of
+    groups, and of a quiet job."""
     num_rounds = shortened(6, share, least=3)
     results = _stalls("A node joins two, DDP", "ddp", 2, 3, DDP_OVER, num_rounds)
+    results += _stalls("A worker of three is killed, DDP", "ddp", 3, None, KILLED_OVER, num_rounds)
     if share < 1:
         return results
     return [
@@ -257,20 +297,30 @@ def main(share: float = 1.0) -> list[Result]:
     ]
 
 
-def _stalls(title: str, way: str, before: int, after: int, over: Mapping[str, float], num_rounds: int) -> list[Result]:
-    """How long no step is taken, by each side and over the others; and how many samples were lost or repeated."""
+def _stalls(
+    title: str, way: str, before: int, after: int | None, over: Mapping[str, float], num_rounds: int
+) -> list[Result]:
+    """How long no step is taken, by each side and over the others; and how many samples were lost or repeated.
+
+    A node joins or leaves, so that there are ``after`` of them; None: a worker is killed.
+    """
     names = [TORCHRUN, RESTART, LIVE, *([TORCHFT] if TORCHFT in over and _has_torchft() else [])]
     costs: list[Mapping[str, Any]] = []
 
     def read(name: str) -> Readings:
-        run, told = _changed(name, way, before, after)
+        if after is None:
+            run, killed_at, told = _killed(name, way, before)
+            stall = gap_after(run.steps, killed_at)
+        else:
+            run, told = _changed(name, way, before, after)
+            stall = longest_gap(run.steps, after)
         costs.extend(told)
         values = {
-            STALL: longest_gap(run.steps, after),
+            STALL: stall,
             LOST: float(len(run.drawn.keys() - run.trained.keys())),
             REPEATED: float(sum(count - 1 for count in run.trained.values())),
         }
-        return Readings(values=values, work=(run.num_ranks,))
+        return Readings(values=values, work=(run.num_ranks if after is not None else before,))
 
     sides = [Side(name=name, run=partial(read, name)) for name in names]
 
@@ -323,8 +373,8 @@ def _told_of(costs: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     parts = {part: median(each["seconds"].get(part, 0.0) for each in costs) for part in costs[0]["seconds"]}
     seconds = ", ".join(f"{part} {shown_value(value, 'seconds')}" for part, value in parts.items())
-    moved = max(each["moved_bytes"] for each in costs)
-    extra = max(each["extra_bytes"] for each in costs)
+    moved = max(each.get("moved_bytes", 0) for each in costs)
+    extra = max(each.get("extra_bytes", 0) for each in costs)
     return [
         f"live, medians of survivors: {seconds}; at most {shown_value(moved, 'bytes')} sent by one of them, "
         f"{shown_value(extra, 'bytes')} of extra memory on one"

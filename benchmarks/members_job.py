@@ -61,7 +61,7 @@ class Record:
         self._samples = []
 
     def discarded(self) -> None:
-        """... or were not."""
+        """The samples drawn since the last step were in none, which is committed."""
         self._samples = []
 
     def _write(self, *words: str) -> None:
@@ -108,7 +108,9 @@ def train_elastic(way: str, folder: Path, record: Record) -> None:
                             _be_busy(_BUSY_SECONDS * inputs.shape[0] / GLOBAL_BATCH)
                         optimizer.step()
                         optimizer.zero_grad()
-                    if trainer.sync_gradients:
+                    if trainer.step_was_undone:  # and its samples come again
+                        record.discarded()
+                    elif trainer.sync_gradients:
                         record.committed(trainer.global_step, dist.get_world_size())
                         if way == "ddp":
                             time.sleep(_STEP_SECONDS)

@@ -436,7 +436,7 @@ class _Launch:
                 "ELASTIC_EXT_STAGING_DIR": str(folders.staging),
                 "ELASTIC_EXT_PULSE_DIR": str(folders.pulses),
                 "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(self._shutdown_seconds, 1.0)),
-                **({} if self._members == "restart" else {LOSSES: LIVE}),
+                **({} if self._members == "restart" or launch.max_nodes == 1 else {LOSSES: LIVE}),
             },
             inherited=self._environ,
             as_given=self._as_given,

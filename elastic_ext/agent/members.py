@@ -382,6 +382,8 @@ class Membership:
         """
         if self.plan is None:
             return None
+        if not self._meeting.is_dynamic:
+            return "the nodes of a static rendezvous meet together or not at all"
         records = member_records(self._run_dir, self.seats_in(self.plan))
         if not records:
             return ""

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.config.agreement import JoinedAgreement
-from elastic_ext.errors import ElasticError
+from elastic_ext.errors import ElasticError, PeerLostError
 from elastic_ext.fsdp.checkpoint.contents import REGISTERED
 from elastic_ext.fsdp.reshard.change import ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
@@ -37,7 +37,6 @@ from elastic_ext.members.salvage import HeldPiece, Salvage, WhatIsLeft, salvage
 from elastic_ext.members.store import left
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.heartbeat import Activity
-from elastic_ext.ranks.notices import is_of_lost_peer
 from elastic_ext.records.text import counted
 from elastic_ext.torch_private.sockets import (
     GroupSockets,
@@ -62,6 +61,8 @@ _logger = logging.getLogger(__name__)
 
 PLAN_SECONDS = 60.0  # agents see the end of a process within a second, that of a node when its lease has run out
 _SLICE_SECONDS = 0.1
+_GLOO = "gloo/transport"  # in what gloo says of its connections, with the file and line
+_MOST_CAUSES = 5
 _DOING = "going on without ranks that are lost"
 
 
@@ -361,14 +362,15 @@ def _why_not(make_sure: Callable[[], None]) -> str:
 
 
 def _tells_of_loss(error: BaseException) -> bool:
-    """Whether an error, or what it follows from, says that the process at the other end of a connection was gone."""
-    seen: list[BaseException] = []
+    """Whether an error, or its cause, is that of process groups whose connections are gone.
+
+    A connection of the script's own, as to a storage, is none of theirs.
+    """
     found: BaseException | None = error
-    while found is not None and found not in seen:
-        if isinstance(found, RuntimeError | ElasticError | ConnectionError) and is_of_lost_peer(
-            f"{type(found).__name__}: {found}"
-        ):
+    for _ in range(_MOST_CAUSES):
+        if isinstance(found, PeerLostError):
             return True
-        seen.append(found)
-        found = found.__cause__ or found.__context__
+        if isinstance(found, RuntimeError) and _GLOO in str(found):
+            return True
+        found = None if found is None else found.__cause__
     return False

@@ -86,8 +86,8 @@ class OwnStep:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._steps.__exit__(kind, error, trace)
+    ) -> bool:
+        return self._steps.__exit__(kind, error, trace)
 
 
 class NotPrepared:

@@ -625,7 +625,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         _die(moment, "after backward")
         if self.job.breaks.get(self.seat) == step:
-            raise RuntimeError("planted: Connection closed by peer")
+            raise RuntimeError("[planted/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
         writes = self.job.writes_rates
         if writes == "always" or (writes and self.trainer.data_parallel_size > len(self.job.first)):
             for group in self.optimizer.param_groups:

@@ -217,6 +217,7 @@ class Attempts:
         try:
             with steps:
                 return function(*arguments, **options)
+            return None  # ranks were lost, and the step was undone
         except StepUndone as undone:  # all ranks have heard of it
             failures = undone.failures
         except (RuntimeError, MemoryError, ValueError) as error:
