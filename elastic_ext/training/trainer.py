@@ -86,7 +86,7 @@ class OwnStep:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         return self._steps.__exit__(kind, error, trace)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.members import longest_gap, read_steps
+from benchmarks.members import gap_after, longest_gap, read_steps
 from benchmarks.members_job import Record
 
 
@@ -41,3 +41,12 @@ def test_the_longest_time_without_a_step_is_that_around_the_new_world() -> None:
     assert longest_gap([*just_before, *after], 3) == 10.0
     with pytest.raises(StopIteration):
         longest_gap(usual, 3)
+
+
+def test_the_time_without_a_step_after_a_kill_begins_with_the_last_step_before_it() -> None:
+    usual = [(step, float(step), 3) for step in range(1, 11)]
+    after = [(10, 10.5, 3), *((step, 7.0 + step, 2) for step in range(11, 40))]
+    assert gap_after([*usual, *after], 10.2) == 7.5
+    assert gap_after([(0, -50.0, 3), *usual, *after], 10.2) == 7.5
+    later = [(step, when + (90.0 if step > 30 else 0.0), ranks) for step, when, ranks in after]
+    assert gap_after([*usual, *later], 10.2) == 7.5

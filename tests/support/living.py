@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -621,7 +622,8 @@ class Training:
         _die(moment, "after forward")
         if moment == "in backward":
             first = next(self.inner.parameters())
-            first.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            hook = partial(_kill_by, os.getpid())
+            first.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         loss.backward()  # type: ignore[no-untyped-call]
         _die(moment, "after backward")
         if self.job.breaks.get(self.seat) == step:
@@ -699,6 +701,10 @@ class Training:
             evaluated=self.evaluated,
             best=float(self.best),
         )
+
+
+def _kill_by(pid: int, _: torch.Tensor) -> None:
+    os.kill(pid, signal.SIGKILL)
 
 
 def _die(moment: str, now: str) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,14 +65,21 @@ def check_samples(ranks: RankPool, job: Job, found: Sequence[Lived], *, since: i
     assert {step: numbers for step, numbers in samples_by_step(taken).items() if step >= since} == expected
 
 
-@pytest.mark.parametrize("moment", ["before forward", "after forward", "in backward", "after backward"])
+@pytest.mark.parametrize(
+    ("moment", "loop"),
+    [
+        ("before forward", {"way": "run"}),
+        ("after forward", {"accumulates": True, "draws": False}),
+        ("in backward", {}),
+        ("after backward", {"way": "batches", "leaves_traces": True}),
+    ],
+)
 def test_a_rank_is_killed_in_a_step_and_the_others_take_it_again(
-    ranks: RankPool, tmp_path: Path, port: int, moment: str
+    ranks: RankPool, tmp_path: Path, port: int, moment: str, loop: Mapping[str, Any]
 ) -> None:
     first = plan_of([0, 1, 2])
-    job = Job(
-        folder=tmp_path, port=port, first=(0, 1, 2), last_step=9, dies={1: (4, moment)}, outlives=True, draws=True
-    )
+    job = Job(folder=tmp_path, port=port, first=(0, 1, 2), last_step=9, dies={1: (4, moment)}, outlives=True)
+    job = replace(job, **{"draws": True, **loop})
     found = survivors(ranks, job, [first, plan_after(first, port, lost=[1])], 3)
     zero, two = found
     assert zero.changes == [(2, 4, 0, 2)] and two.changes == [(2, 4, 1, 2)]
