@@ -75,8 +75,6 @@ class Losses:
         self._is_asked_for = is_asked_for
         self.why_restart = ""
         """Why all workers are started anew where one is lost, a sentence; empty where the others go on."""
-        self.step_was_undone = False
-        """Whether the step that the loop left last was undone, since ranks were lost, and comes again."""
         self._num_met = 0  # how often all ranks have met between two steps, which are the same for all that are left
         self._sockets = GroupSockets()
         self._why_not_ended: str | None = None  # a collective that ranks have left; not tried so far
@@ -112,7 +110,7 @@ class Losses:
         """
         ranks = self._training.ranks
         self._sockets = GroupSockets()
-        if not self._is_asked_for or ranks.world_size == 1:
+        if self._training.members.watcher is None or ranks.world_size == 1:  # the same on all, whatever each can do
             return
         found = candidates(before, open_sockets())
         shared = shared_with_others(found, ranks.gather(to_tell(found), "finding the connections of process groups"))
@@ -145,8 +143,11 @@ class Losses:
                 before = open_sockets()
                 try:
                     self._go_on(plan, began, before)
-                except (ElasticError, RuntimeError, OSError) as failure:  # as where another rank is lost meanwhile
-                    _logger.warning("membership %d does not come: %s", plan.version, failure)
+                except Exception as failure:
+                    if _tells_of_loss(failure) or isinstance(failure, BoardGone):  # another rank is lost meanwhile
+                        _logger.warning("membership %d does not come: %s", plan.version, failure)
+                    else:
+                        members.refuse(plan.version, f"{type(failure).__name__}: {failure}")
                     after = plan.version
                     self._sever_since(before)
                 else:
@@ -216,7 +217,8 @@ class Losses:
             training.members.come_to(plan, [drawn], has_own=False, before=before)
             if any(row.owes_save for row in rows) and training.saving is not None:
                 training.saving.save_again()
-        self.step_was_undone = training.state.phase is StepPhase.TAKEN_BACK and member.rank not in found.behind
+        is_taken_back = training.state.phase is StepPhase.TAKEN_BACK
+        training.steps.was_undone = is_taken_back and member.rank not in found.behind
         self._tell(plan, seats, found, cost, began, deciding)
 
     def _let_go_of_what_is_under_way(self) -> bool:
@@ -255,10 +257,11 @@ class Losses:
         board.post(left(own.seat), own.to_json())
 
         def is_old() -> bool:
-            return watcher is not None and watcher.newest is not plan
+            is_leaving = self._training.follower.agreement.is_leave_wanted
+            return is_leaving or (watcher is not None and watcher.newest is not plan)
 
-        if not board.wait(names, seconds=self._training.members.form_seconds, stop=is_old):
-            raise BoardGone("another membership plan has come" if is_old() else f"not all ranks hold {plan.version}")
+        if not board.wait(names, seconds=self.plan_seconds, stop=is_old):  # a rank hears of it as its pass has ended
+            raise BoardGone("another membership plan has come, or the workers are to end")
         return [WhatIsLeft.from_json(board.read(name)) for name in names]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

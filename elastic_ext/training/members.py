@@ -276,7 +276,7 @@ class TrainingMembers:
         if decision.kind == "newer":
             return
         if decision.kind == "refuse":
-            self._refuse(plan.version, decision.why)
+            self.refuse(plan.version, decision.why)
         elif groups is None:
             self.version = plan.version
             self._write()
@@ -293,7 +293,7 @@ class TrainingMembers:
         if why:
             if ranks.rank == 0:
                 self._send_away(groups, why)
-            self._refuse(plan.version, why, seats=absent)
+            self.refuse(plan.version, why, seats=absent)
             return
         worlds = self._worlds(plan)
         self._pending = pending = _Pending(
@@ -383,7 +383,7 @@ class TrainingMembers:
         self._considered = plan, groups
         return groups
 
-    def _refuse(self, version: int, why: str, *, seats: Sequence[int] = ()) -> None:
+    def refuse(self, version: int, why: str, *, seats: Sequence[int] = ()) -> None:
         """Note that all ranks have refused a plan; training goes on as before.
 
         ``seats`` are of the workers that were to join, where it is refused for the sake of those.
@@ -518,7 +518,7 @@ class TrainingMembers:
             self._send_away(pending.groups, why)
         self._training.session.cut_as_config_says(self._follower.config)
         joiners = [member.seat for member in self._joiners(pending.plan)]
-        self._refuse(pending.plan.version, why, seats=joiners if seats is None else seats)
+        self.refuse(pending.plan.version, why, seats=joiners if seats is None else seats)
 
     def prepared(self, worlds: Worlds, holder: int, plan: ParallelPlan | None) -> Change:
         """The change of how the model is spread over these worlds, for this process's number among their holders."""

@@ -546,12 +546,12 @@ class ElasticTrainer:
 
     @property
     def step_was_undone(self) -> bool:
-        """Whether the step that the loop left last was undone, as ranks were lost, and its samples come again.
+        """Whether the step that the loop left last was undone, as members have changed, and its samples come again.
 
-        The error that says so is held back where the other ranks go on: what stands behind ``with trainer.step():`` may
-        ask for it, before it uses what was made in the step.
+        So it is where ranks are lost and the others go on, and in the step as which members come or leave. What stands
+        behind ``with trainer.step():`` may ask for it, before it uses what was made in the step.
         """
-        return self._training.losses.step_was_undone
+        return self._prepared.steps.was_undone
 
     @property
     def num_micro_steps(self) -> int:

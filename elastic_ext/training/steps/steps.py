@@ -102,6 +102,8 @@ class Steps:
         """The error after which no further step is taken; None where steps can be."""
         self.num_torn = 0
         """Micro-steps that the torn step had taken."""
+        self.was_undone = False
+        """Whether the step that the loop left last was undone, as members have changed, and its samples come again."""
         self.by_function = self._was_by_function = False
         """Whether the micro-step that is entered is a function, which can be called again."""
         self.failure: StepFailure | None = None
@@ -286,7 +288,7 @@ class Steps:
         if takes_back:
             self.rollback()
             self._kept.take()  # what the loop does until it leaves is to leave no trace
-            self._puts_back = True
+            self._puts_back = self.was_undone = True
 
     def _leave(self) -> None:
         """End a micro-step that no exception leaves."""
@@ -544,7 +546,7 @@ class Steps:
     def _begin(self, keep_batch: bool) -> bool:
         """Begin a step; gives whether it is to be taken back once it is entered, as ``change_first`` says."""
         state, gradients = self._state, self._gradients
-        self._losses.step_was_undone = False
+        self.was_undone = False
         is_first, takes_back = state.phase is StepPhase.UNBEGUN, False
         if state.phase is StepPhase.OWING:
             self.pass_owed_boundary()
