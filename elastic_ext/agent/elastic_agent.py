@@ -33,7 +33,7 @@ from elastic_ext.ranks.node_board import RoundBoard
 from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
-from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, told
+from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, is_consequence, told
 from .losses import Losses, gone_in_words, lost_in_words
 from .members import Membership, NotTaken
 from .node_tasks import NodeTasks
@@ -94,10 +94,11 @@ class ElasticAgent(LocalElasticAgent):
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
         self._members = Membership(folders.run_dir, journal, meeting, launch)
-        self._losses = Losses(min_nodes=launch.min_nodes, open_store=meeting.open_store)
+        self._losses = Losses(min_nodes=launch.min_nodes, node_id=launch.node_id, open_store=meeting.open_store)
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
         self._hung_ranks: Sequence[int] = ()  # without which others go on
+        self._lost_here: list[Failure] = []  # the failures for which workers of this node were taken for lost
         self._goes_on = False  # whether workers of before do, in a round that nodes have met for
         self._stop_by: float | None = None
         self._told_at: float | None = None  # that this node is to leave, where that waits for a change of members
@@ -195,7 +196,7 @@ class ElasticAgent(LocalElasticAgent):
         members.see(words, settled)
         for each in earlier:
             each.post_quietly("met-again", decision.kind)
-        self._num_failures = self._journal.restart = settled.num_failures
+        self._num_failures, self._journal.restart = settled.num_failures, settled.restart
         self._remaining_restarts = spec.max_restarts - settled.num_failures
         self._has_failed = self.is_change_pending = self._is_waiting = False
         self._goes_on = decision.kind != "start" and members.plan is not None
@@ -241,7 +242,7 @@ class ElasticAgent(LocalElasticAgent):
             self._meet_in(self._meeting.open_store(is_here=True))
             seats = members.seats_in(change.plan)
         joins = change.plan.version if change is not None and seats else 0
-        envs = environments(self._launch, worker_group, restart_count=self._num_failures, joins=joins, seats=seats)
+        envs = environments(self._launch, worker_group, restart_count=self._journal.restart, joins=joins, seats=seats)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
         workers = workers_of(self._launch, worker_group, envs, self._logs_specs, round_number=self._num_rounds)
@@ -275,18 +276,17 @@ class ElasticAgent(LocalElasticAgent):
             return self._judged(worker_group, result)
         if result.state == WorkerState.FAILED:
             result = RunResult(state=WorkerState.HEALTHY)
-        if result.state == WorkerState.HEALTHY:
-            self._follow_losses()
+        if result.state == WorkerState.HEALTHY and not self._follow_losses():
+            self._has_failed = True
+            return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
             result = RunResult(state=WorkerState.HEALTHY)
         hang = self._look() if result.state == WorkerState.HEALTHY else None
         if hang is not None and not self._do_without_hung(hang):
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and (plan := self._members.follow()) is not None:
-            if self._members.seats_in(plan):
-                self._take_plan(plan)
-            else:
-                self._members.come_back()
+            self._take_plan(plan)
+            if self._members.plan is None:
                 return result
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -338,6 +338,7 @@ class ElasticAgent(LocalElasticAgent):
             num_failures=self._num_failures,
             has_failed=self._has_failed,
             is_finished=is_finished,
+            restart=self._journal.restart,
             keeps_workers=self._is_planned and not is_finished and not self._are_all_lost,
             time=time.time(),
         )
@@ -404,7 +405,13 @@ class ElasticAgent(LocalElasticAgent):
             )
 
     def _take_plan(self, plan: MembershipPlan) -> None:
-        """Take a plan that the workers of this node have come to."""
+        """Take a plan that the workers of this node have come to, or the others without them."""
+        if plan.lost:
+            self._num_failures += 1
+            self._remaining_restarts -= 1
+        if not self._members.seats_in(plan):
+            self._members.come_back()
+            return
         self._members.take(plan)
         self._place(plan)
         self._tasks.take_plan(
@@ -499,16 +506,18 @@ class ElasticAgent(LocalElasticAgent):
 
         All workers of this node end with them, and start anew to join the others.
         """
-        plan, change = self._members.plan, self._members.change
-        is_busy = change is not None and change.is_told and not change.plan.lost
-        if plan is None or is_busy or any(each.exit_code == EXIT_STATUS for each in failures):
+        if self._members.plan is None or self._is_changing or not self._follow_losses():
             return False
-        if self._why_restart_without(plan, self._members.seats_in(plan)):
-            return False
+        if any(each.exit_code == EXIT_STATUS or is_consequence(each) for each in failures):
+            return False  # who has lost others, and has failed by that, could not go on without them
         assert self.workers is not None
+        seats = self._members.seats_in(self._members.newest_plan)
+        if self.workers.are_lost or not seats or self._why_restart_without(seats):
+            return self.workers.are_lost
         self._tell_failed(failures)
+        self._lost_here = [*failures]
         self.workers.lose()
-        words = dict.fromkeys(self._members.seats_in(plan), "")
+        words = dict.fromkeys(seats, "")
         self._losses.add(words | {each.seat: lost_in_words(each) for each in failures})
         return True
 
@@ -522,8 +531,7 @@ class ElasticAgent(LocalElasticAgent):
             return True
         nodes = {member.node_id for member in plan.members if member.rank in hang.ranks}
         lost = [member.seat for member in plan.members if member.node_id in nodes]
-        is_busy = change is not None and change.is_told
-        if is_busy or hang.may_be_elsewhere or not lost or self._why_restart_without(plan, lost):
+        if self._is_changing or hang.may_be_elsewhere or not lost or self._why_restart_without(lost):
             return False
         if hang.ranks == self._hung_ranks:
             return True
@@ -533,6 +541,7 @@ class ElasticAgent(LocalElasticAgent):
         own = self._hung_here(hang)
         if own:
             assert self.workers is not None
+            self._lost_here = own
             self.workers.lose()
             words = dict.fromkeys(self._members.seats_in(plan), "")
             self._losses.add(words | {each.seat: lost_in_words(each) for each in own})
@@ -546,37 +555,54 @@ class ElasticAgent(LocalElasticAgent):
             if each.rank in hang.ranks
         ]
 
-    def _why_restart_without(self, plan: MembershipPlan, lost: Iterable[int]) -> str:
+    @property
+    def _is_changing(self) -> bool:
+        """Whether workers have been told of a change of members, other than one without those that are lost."""
+        change = self._members.change
+        return change is not None and change.is_told and not change.plan.lost
+
+    def _why_restart_without(self, lost: Iterable[int]) -> str:
         """Why all workers are started anew as those in these seats are lost, a sentence; empty where others go on."""
         places = {place: self._members.places[place] for place in self._members.member_places()}
-        return self._losses.why_restart(self._board, plan, lost, places, self._remaining_restarts)
+        plan, change = self._members.newest_plan, self._members.change
+        num_left = self._remaining_restarts - (change is not None and bool(change.plan.lost))  # counted once in force
+        return self._losses.why_restart(self._board, plan, lost, places, num_left)
 
-    def _follow_losses(self) -> None:
-        """Go on without workers that are lost, as soon as a node has made the plan without them."""
+    def _follow_losses(self) -> bool:
+        """Go on without workers that are lost, as soon as a node has made the plan without them.
+
+        Gives whether that can be: else those that were taken for lost here have failed, and all workers are started
+        anew.
+        """
         if self._members.plan is None:
-            return
+            return True
         self._look_for_gone()
+        pending = self._losses.pending(self._members.newest_plan)
+        if pending and (self._is_changing or self._why_restart_without(pending)):
+            self._everyone(self._lost_here)
+            self._losses.forget()
+            return False
         plan = self._losses.next_plan(self._board, self._members.newest_plan, self._members.version + 1)
         if plan is None:
-            return
-        self._num_failures += 1
-        self._journal.restart = self._num_failures
-        self._remaining_restarts -= 1
+            return True
+        if self.workers is not None and not self._members.seats_in(plan):  # others have taken them for lost
+            self.workers.lose()
         lost = ", ".join(map(str, plan.lost))
         self._hung_ranks = ()
         self._journal.tell("worker-lost", f"{plan.reason}; the others go on without", is_bad=True, seats=lost)
         self._members.lose(plan, self._board)
+        return True
 
     def _look_for_gone(self) -> None:
         """Have the workers of nodes that are gone count as lost, where the others can go on without them."""
-        if len(self._members.places) == 1:
+        if len(self._members.places) == 1 or self._is_changing:
             return
         self._meeting.num_nodes_waiting()  # which looks
         board, plan = self._board, self._members.newest_plan
         places = self._meeting.departed() - self._meeting.passed_over
         places -= board.who_told("meeting") | board.who_told("leaving") if places else frozenset()
         lost = gone_in_words(plan, {self._members.places[place] for place in places})
-        if lost and not self._why_restart_without(plan, lost):
+        if lost and not self._why_restart_without(lost):
             self._meeting.passed_over |= places
             self._losses.add(lost)
 
@@ -611,7 +637,7 @@ class ElasticAgent(LocalElasticAgent):
             self.is_change_pending = True
             return RunResult(state=WorkerState.HEALTHY)
         self._has_failed = True
-        if self._remaining_restarts == 0:
+        if self._remaining_restarts <= 0:
             self.is_over, self.final_failures = True, everyone
             self._board.post_quietly("over", f"on {self._launch.host} {told(first_of(everyone))}")
         return result
@@ -641,7 +667,7 @@ class ElasticAgent(LocalElasticAgent):
         everyone = self._everyone(self._hung_here(hang))
         self._has_failed = True
         self._stop_by = time.monotonic() + min(_HURT_SECONDS, self._launch.shutdown_seconds)
-        if self._remaining_restarts == 0:
+        if self._remaining_restarts <= 0:
             self.is_over, self.final_failures = True, everyone
             self._board.post_quietly("over", f"training hangs: {hang.reason}")
         return RunResult(state=WorkerState.FAILED)

@@ -407,6 +407,12 @@ class _Launch:
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
 
+    @property
+    def _may_go_on_without_some(self) -> bool:
+        """Whether workers may go on where others are lost; else they need not be ready for it."""
+        launch = self._launch
+        return self._members != "restart" and launch.min_nodes < launch.max_nodes and launch.max_restarts > 0
+
     def _agent(self, meeting: NodeRendezvous, warden: Warden, tasks: NodeTasks) -> ElasticAgent:
         launch, folders = self._launch, self._folders
         spec = WorkerSpec(
@@ -436,7 +442,7 @@ class _Launch:
                 "ELASTIC_EXT_STAGING_DIR": str(folders.staging),
                 "ELASTIC_EXT_PULSE_DIR": str(folders.pulses),
                 "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(self._shutdown_seconds, 1.0)),
-                **({} if self._members == "restart" or launch.max_nodes == 1 else {LOSSES: LIVE}),
+                **({LOSSES: LIVE} if self._may_go_on_without_some else {}),
             },
             inherited=self._environ,
             as_given=self._as_given,

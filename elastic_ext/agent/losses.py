@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ext.members.decision import why_restart_at_loss
 from elastic_ext.members.plan import MembershipPlan
@@ -35,8 +35,10 @@ class _Known:
 class Losses:
     """What one agent knows of workers that are lost, and its part in deciding on plans without them."""
 
-    def __init__(self, *, min_nodes: int, open_store: Callable[[], str]) -> None:
+    def __init__(self, *, min_nodes: int, node_id: str, open_store: Callable[[], str]) -> None:
+        """``open_store`` starts a store for a plan's workers on this node, and gives its address."""
         self._min_nodes = min_nodes
+        self._node_id = node_id
         self._open_store = open_store
         self._lost: dict[
             int, str
@@ -56,11 +58,14 @@ class Losses:
 
         ``places`` are the ids of nodes by their places, and ``num_left`` is how many failures may be counted yet.
         """
+        lost = {*self._lost, *lost}
         try:
             told = {places[place]: str(why) for place, why in board.values_of(_OUTLIVES).items() if place in places}
+            finished = {places[place] for place in board.values_of("finished") if place in places}
         except BoardGone as error:
             return str(error)
-        lost = {*self._lost, *lost}
+        if ended := sorted(finished & {member.node_id for member in plan.members if member.seat not in lost}):
+            return f"the workers of {', '.join(ended)} have ended well"
         return why_restart_at_loss(plan, lost, told, min_nodes=self._min_nodes, num_left=num_left)
 
     def add(self, lost: Mapping[int, str]) -> None:
@@ -70,29 +75,34 @@ class Losses:
     def next_plan(self, board: RoundBoard, plan: MembershipPlan, version: int) -> MembershipPlan | None:
         """The plan of a version by which nodes go on without who is lost, as one of them has put it on the board.
 
-        Of workers that this node has found lost it puts one there itself. None where there is none; ValueError where
-        nobody is left.
+        Of workers that this node has found lost it puts one there itself. The first node of the plan has the store for
+        its workers. None as long as there is no plan, or no store.
         """
         name = f"loss-plan/{version}"
         try:
             text = board.read(name)
-            if text is None and (lost := self._pending(plan)):
+            if text is None and (lost := self.pending(plan)):
                 text = board.decide(name, self._made(plan, lost, version).to_json())
+            if text is None:
+                return None
+            found = MembershipPlan.from_json(text)
+            store = board.read(f"{name}/store")
+            if store is None and found.nodes[0].node_id == self._node_id:
+                store = self._open_store()
+                board.post(f"{name}/store", store)
         except BoardGone:
             return None
-        if text is None:
+        if store is None:
             return None
-        found = MembershipPlan.from_json(text)
-        self._lost = {seat: words for seat, words in self._lost.items() if found.member_at(seat) is not None}
-        return found
+        self._lost = self.pending(found)
+        return replace(found, store=str(store))
 
-    def _pending(self, plan: MembershipPlan) -> dict[int, str]:
+    def pending(self, plan: MembershipPlan) -> dict[int, str]:
+        """The workers that are lost and in the plan yet, by seat, in words."""
         return {seat: words for seat, words in self._lost.items() if plan.member_at(seat) is not None}
 
     def _made(self, plan: MembershipPlan, lost: Mapping[int, str], version: int) -> MembershipPlan:
-        return plan.at_version(version - 1).changed(
-            lost=lost, reason=_listed(lost), time=time.time(), store=self._open_store()
-        )
+        return plan.at_version(version - 1).changed(lost=lost, reason=_listed(lost), time=time.time(), store="")
 
     def forget(self) -> None:
         """Forget who is lost, as all workers are started anew."""

@@ -63,6 +63,7 @@ _DRAINING = "draining"
 _DRAIN = "drain"
 _HOW = "members"
 _BY_RESTART = "nodes join and leave by a restart of all workers: "
+_LOSS_SECONDS = 120.0  # until workers have ended the pass that they are in, and hear that others are lost
 _WARM_SECONDS = 1800.0  # for the start, the model and the first passes of workers that join
 
 
@@ -523,7 +524,7 @@ class Membership:
             node_id=self._node_id,
             board=board,
             run_dir=self._run_dir,
-            limit_seconds=self._launch.shutdown_seconds,
+            limit_seconds=max(self._launch.shutdown_seconds, _LOSS_SECONDS if plan.lost else 0.0),
             on_ready=tell_workers,
         )
 

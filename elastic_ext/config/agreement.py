@@ -413,8 +413,13 @@ class Agreement:
     def forget_others(self) -> None:
         """Give up what is under way with other ranks, between two steps, as some of them are lost.
 
-        ``join`` comes next where this rank has not heard what others have, and ``take_world`` after that.
+        ``join`` comes next where this rank has not heard what others have, and ``take_world`` after that. What it had
+        to ask and to tell is asked and told again.
         """
+        if (word := self._exchange.word) is not None:
+            self._save_wanted |= word.save
+            self._copy_wanted |= word.copy
+        self._rounds.tell_again()
         self._exchange.drop()
         self._broken = None
         self.rouse()

@@ -433,6 +433,10 @@ class ConfigRounds:
         self._announced = key
         return (self.newest_agreed if newer is None else newer).version, is_fresh
 
+    def tell_again(self) -> None:
+        """Take a newer config of the source for news again, as ranks have gone apart that may have heard of it."""
+        self._announced = None
+
     @property
     def has_file_to_announce(self) -> bool:
         """Whether the source holds a newer file that the next agreement has to announce."""

@@ -99,6 +99,8 @@ class NodeWords:
     """The nodes that leave, as this node has heard of them."""
     rank_multiple: int = 1
     """Of what the number of ranks has to be a multiple, by this node's workers, or else as this node has heard last."""
+    restart: int = 0
+    """How many failures had been counted as the workers of this node were started."""
     refused: tuple[str, ...] = ()
     """The nodes that the ranks have refused to take in, for what their workers are or have not answered."""
     why_refused: str = ""
@@ -293,6 +295,8 @@ class RoundStart:
     plan: MembershipPlan
     decision: MeetingDecision
     num_failures: int
+    restart: int
+    """How many failures had been counted as the workers that train were started, which their records carry."""
     is_finished: bool
     """Whether the job is done: the workers of all nodes that were in it had ended well as the nodes met."""
     is_old: bool
@@ -325,11 +329,15 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
     else:
         assert plan is not None, "somebody trains who goes on"
         plans = _live(plan, words, decision, version=version, store=store) or [plan]
+    num_failures = min(count(counted, num_lost=len(lost)), max_restarts)
     return RoundStart(
         plan=plans[0],
         then=plans[1] if len(plans) > 1 else None,
         decision=decision,
-        num_failures=min(count(counted, num_lost=len(lost)), max_restarts),
+        num_failures=num_failures,
+        restart=max((each.restart for each in words if each.plan is not None), default=0)
+        if decision.kind != "start"
+        else num_failures,
         is_finished=plan is not None and all(each.is_finished for each in words if each.plan is not None),
         is_old=version > 1,
     )

@@ -104,6 +104,11 @@ class Generation:
         )
         """The same, for what others wait for, and which comes within a step or so."""
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the members of before could form their groups anew, as far as this process is one of them."""
+        return self._old is not None
+
     def form(self) -> None:
         """Form the default group, and the control group, of the plan's members, in place of those that are there.
 

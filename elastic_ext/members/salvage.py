@@ -20,8 +20,8 @@ __all__ = ["HeldPiece", "Salvage", "WhatIsLeft", "salvage"]
 class HeldPiece(JsonRecord):
     """A piece of the training state that a rank holds, as of a commit."""
 
-    step: int
-    """How many steps had been committed."""
+    end: int
+    """How many steps had ended, whether or not optimizers have stepped in each."""
     piece: int
     is_live: bool
     """Whether this is what the rank trains with, and not a copy."""
@@ -36,12 +36,10 @@ class WhatIsLeft(JsonRecord):
     """What it holds; nothing where its step was broken off between two optimizers, and no copy was kept."""
     config: tuple[int, int]
     """The version and the revision of the config in force."""
-    num_boundaries: int
-    """How many boundaries it has passed."""
     num_met: int
     """How often it has met all ranks between two steps, as at the ends of epochs."""
-    step: int
-    """How many steps it has committed."""
+    is_entering: bool = False
+    """Whether the loop is about to do its work on a batch that was cut for the ranks of before."""
     own: str = ""
     """A digest of what each rank may have for itself."""
     owes_save: bool = False
@@ -56,7 +54,8 @@ class WhatIsLeft(JsonRecord):
 class Salvage:
     """The commit from which all ranks go on, and who has it; or why they cannot."""
 
-    step: int = 0
+    end: int = 0
+    """How many steps had ended by the commit."""
     leader: int = 0
     """The rank, among those that are left, from which all take what is no tensor: that which has come furthest of those
     whose own state is that of the commit."""
@@ -71,51 +70,53 @@ class Salvage:
 def salvage(rows: Sequence[WhatIsLeft], *, num_pieces: int) -> Salvage:
     """The newest commit of which every piece is held by some rank, by the words of all that are left, in rank order.
 
-    Nobody goes back behind what the ranks that are left have committed all together: a step that any of them has
-    committed, and that is whole, is committed, since another rank may have acted on it.
+    Nobody goes back behind what the ranks that are left have ended all together: a step that any of them has ended, and
+    that is whole, stands, since another rank may have acted on it.
     """
     if reasons := {row.why_not: row.seat for row in rows if row.why_not}:
         why, seat = next(iter(reasons.items()))
         return _not(f"{why} (seat {seat})")
     if len({row.is_like for row in rows}) > 1:
         return _not("the ranks that are left train different tensors")
-    steps = sorted({piece.step for row in rows for piece in row.pieces}, reverse=True)
+    ends = sorted({piece.end for row in rows for piece in row.pieces}, reverse=True)
     missing: Mapping[int, list[int]] = {}
-    for step in steps:
-        holders = {piece: _holders(rows, step, piece) for piece in range(num_pieces)}
+    for end in ends:
+        holders = {piece: _holders(rows, end, piece) for piece in range(num_pieces)}
         lost = [piece for piece, ranks in holders.items() if not ranks]
         if not lost:
-            live = [rank for rank, row in enumerate(rows) if _trains_with(row, step)]
+            live = [rank for rank, row in enumerate(rows) if _trains_with(row, end)]
             leaders = live or [rank for ranks in holders.values() for rank in ranks]
             leader = max(leaders, key=lambda rank: (*_progress(rows[rank]), -rank))
             behind = tuple(rank for rank in range(len(rows)) if rank not in live)
-            return Salvage(step=step, leader=leader, holders=holders, behind=behind)
-        missing = {**missing, step: lost}
+            return Salvage(end=end, leader=leader, holders=holders, behind=behind)
+        missing = {**missing, end: lost}
     if not missing:
         return _not("no rank that is left holds a whole step")
     newest = max(missing)
     which = ", ".join(map(str, missing[newest]))
-    return _not(f"nobody that is left holds piece {which} of {num_pieces} as of step {newest}, or of one before it")
+    return _not(
+        f"nobody that is left holds piece {which} of {num_pieces} as of the end of step {newest}, or of one before it"
+    )
 
 
-def _progress(row: WhatIsLeft) -> tuple[int, int, tuple[int, int]]:
-    """How far a rank has come, besides the step that it has committed."""
-    return row.num_boundaries, row.num_met, row.config
+def _progress(row: WhatIsLeft) -> tuple[int, tuple[int, int]]:
+    """How far a rank has come since the step that it has ended."""
+    return row.num_met, row.config
 
 
-def _holders(rows: Sequence[WhatIsLeft], step: int, piece: int) -> tuple[int, ...]:
+def _holders(rows: Sequence[WhatIsLeft], end: int, piece: int) -> tuple[int, ...]:
     """The ranks that hold a piece as of a commit, those first that train with it."""
     held = [
         (not each.is_live, rank)
         for rank, row in enumerate(rows)
         for each in row.pieces
-        if (each.step, each.piece) == (step, piece)
+        if (each.end, each.piece) == (end, piece)
     ]
     return tuple(dict.fromkeys(rank for _, rank in sorted(held)))
 
 
-def _trains_with(row: WhatIsLeft, step: int) -> bool:
-    return any(each.is_live and each.step == step for each in row.pieces)
+def _trains_with(row: WhatIsLeft, end: int) -> bool:
+    return any(each.is_live and each.end == end for each in row.pieces)
 
 
 def _not(why: str) -> Salvage:

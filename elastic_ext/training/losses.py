@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,7 @@ class Losses:
         self._is_asked_for = is_asked_for
         self.why_restart = ""
         """Why all workers are started anew where one is lost, a sentence; empty where the others go on."""
+        self._owes_save = False
         self._num_met = 0  # how often all ranks have met between two steps, which are the same for all that are left
         self._sockets = GroupSockets()
         self._why_not_ended: str | None = None  # a collective that ranks have left; not tried so far
@@ -117,6 +119,7 @@ class Losses:
         most = num_connections()
         if most is None or len(shared) <= most:
             self._sockets = GroupSockets(shared)
+        self.hear()  # a plan that has come meanwhile
 
     def hear(self) -> None:
         """End what this rank may wait for for ever, where a plan has come by which ranks are lost; on any thread."""
@@ -127,31 +130,33 @@ class Losses:
 
     # ---- in the loop ----
 
-    def recover(self, error: BaseException) -> bool:
+    def recover(self, error: BaseException, *, is_entering: bool = False) -> bool:
         """Go on without ranks that are lost, where ``error`` is of that; gives whether training does.
 
-        Called as ``error`` leaves a step, which was undone, or has ended. Raises where training cannot go on in this
-        process any more.
+        Called as ``error`` leaves a step, which was undone, or has ended; with ``is_entering`` as a step begins, whose
+        work the loop does next. Raises what functions of the script raise that are told of it.
         """
         if self.why_restart or not isinstance(error, Exception) or not _tells_of_loss(error):
             return False
         training, members = self._training, self._training.members
         began, after = time.perf_counter(), members.version
         self._sockets.sever()  # so that those who wait for this rank do so no longer
+        tell: Callable[[], None] | None = None
         with training.follower.heartbeat.during(Activity.MEMBERS):
-            while (plan := self._awaited_plan(after)) is not None:
+            while tell is None and (plan := self._awaited_plan(after)) is not None:
                 before = open_sockets()
                 try:
-                    self._go_on(plan, began, before)
-                except Exception as failure:
-                    if _tells_of_loss(failure) or isinstance(failure, BoardGone):  # another rank is lost meanwhile
-                        _logger.warning("membership %d does not come: %s", plan.version, failure)
-                    else:
-                        members.refuse(plan.version, f"{type(failure).__name__}: {failure}")
+                    tell = self._go_on(plan, began, before, is_entering=is_entering)
+                except _CannotGoOn as failure:
+                    members.refuse(plan.version, str(failure))
+                    after = plan.version
+                except Exception as failure:  # as where another rank is lost meanwhile, and another plan comes
+                    _logger.warning("membership %d does not come: %s", plan.version, failure)
                     after = plan.version
                     self._sever_since(before)
-                else:
-                    return True
+        if tell is not None:
+            tell()
+            return True
         if after > members.version:
             training.steps.give_up(
                 "ranks were lost, and those that are left could not go on together: start the job again, which "
@@ -192,22 +197,26 @@ class Losses:
         if most is not None and len(found) <= most:
             GroupSockets(each.socket for each in found).sever()
 
-    def _go_on(self, plan: MembershipPlan, began: float, before: Sequence[TcpSocket]) -> None:
-        """Come to a plan without those who are lost, with all that are left."""
+    def _go_on(
+        self, plan: MembershipPlan, began: float, before: Sequence[TcpSocket], *, is_entering: bool
+    ) -> Callable[[], None]:
+        """Come to a plan without those who are lost, with all that are left; gives what tells of that."""
         training, ranks = self._training, self._training.ranks
         seats = [name.seat for name in ranks.names]
         member = plan.member_at(ranks.seat)
         assert member is not None
-        owes_save = self._let_go_of_what_is_under_way()
+        self._let_go_of_what_is_under_way()
         groups = Generation(ranks, plan, old=None, new=member.rank, form_seconds=training.members.form_seconds)
-        own = self._what_is_left(owes_save=owes_save)
-        rows = self._exchange(groups, plan, own)
+        rows = self._exchange(groups, plan, self._what_is_left(is_entering=is_entering))
         found = salvage(rows, num_pieces=1)
         if found.why_not:
-            raise ElasticError(found.why_not)
+            raise _CannotGoOn(found.why_not)
         deciding = time.perf_counter() - began
         worlds = Worlds.unchanged(plan.world_size, training.spread.num_local)
-        change = training.members.prepared(worlds, member.rank, None)
+        try:
+            change = training.members.prepared(worlds, member.rank, None)
+        except ValueError as error:
+            raise _CannotGoOn(str(error)) from error
         training.gradients.let_go_of_groups()
         training.guarding.let_go()
         cost = training.spread.regroup(change, groups.agree, groups)
@@ -215,38 +224,39 @@ class Losses:
             training.session.take_up_model()
             drawn = self._take(found, member.rank, are_own_unlike=len({row.own for row in rows}) > 1)
             training.members.come_to(plan, [drawn], has_own=False, before=before)
-            if any(row.owes_save for row in rows) and training.saving is not None:
-                training.saving.save_again()
-        is_taken_back = training.state.phase is StepPhase.TAKEN_BACK
-        training.steps.was_undone = is_taken_back and member.rank not in found.behind
-        self._tell(plan, seats, found, cost, began, deciding)
+            if training.saving is not None:
+                training.saving.plan_after_loss(owes_save=any(row.owes_save for row in rows))
+        if any(row.is_entering for row in rows):  # the next batch of all is one that comes to nothing
+            training.steps.change_first(lambda: True)
+        training.steps.was_undone = training.state.phase is StepPhase.TAKEN_BACK
+        self._owes_save = False
+        return partial(self._tell, plan, seats, cost, began, deciding)
 
-    def _let_go_of_what_is_under_way(self) -> bool:
-        """Forget what is under way with the ranks of before; gives whether a checkpoint is owed by that."""
+    def _let_go_of_what_is_under_way(self) -> None:
+        """Forget what is under way with the ranks of before, but that a checkpoint may be owed by that."""
         training = self._training
         training.steps.forget_others()
         training.follower.agreement.forget_others()
-        training.members.drop("ranks that train are lost")
+        training.members.drop("ranks that train are lost", by_all=True)
         training.spread.wait()
-        return training.saving is not None and training.saving.forget_others()
+        if training.saving is not None:
+            self._owes_save |= training.saving.forget_others()
 
     # ---- what is left ----
 
-    def _what_is_left(self, *, owes_save: bool) -> WhatIsLeft:
+    def _what_is_left(self, *, is_entering: bool) -> WhatIsLeft:
         training = self._training
-        counts, config = training.counts, training.follower.config
-        is_whole = training.steps.torn is None
-        piece = HeldPiece(step=counts.global_step, piece=0, is_live=True)
+        config, is_whole = training.follower.config, training.steps.torn is None
+        piece = HeldPiece(end=training.counts.num_boundaries, piece=0, is_live=True)
         return WhatIsLeft(
             seat=training.ranks.seat,
             pieces=(piece,) if is_whole else (),
             config=(config.version, config.revision),
-            num_boundaries=counts.num_boundaries,
             num_met=self._num_met,
-            step=counts.global_step,
+            is_entering=is_entering,
             is_like=hashlib.blake2b(repr([each for each, _ in self._tensors()]).encode(), digest_size=8).hexdigest(),
             own=training.members.own_tensors(),
-            owes_save=owes_save,
+            owes_save=self._owes_save,
             why_not=self._why_restart(),
         )
 
@@ -283,7 +293,7 @@ class Losses:
         told = json.loads(ranks.broadcast(telling, found.leader, _DOING))
         error: Exception | None = None
         if rank in found.behind:
-            training.steps.begin_behind()
+            training.steps.begin_behind(is_taken_back=told["is_taken_back"])
         for name, tensor in self._tensors() if found.behind or are_own_unlike else ():
             if found.behind or name.startswith(REGISTERED):
                 dist.broadcast(tensor.detach(), found.leader)
@@ -306,6 +316,9 @@ class Losses:
             "boundaries": training.counts.num_boundaries,
             "samples": training.counts.num_samples,
             "met": self._num_met,
+            "is_taken_back": training.state.phase is StepPhase.TAKEN_BACK,
+            "should_stop": training.session.should_stop,
+            "noise": training.counts.noise_scale.state_dict(),
             "state": training.saved_state.tell() if found.behind else None,
             "saving": None if training.saving is None else training.saving.tell(),
             "drawn": training.saved_state.drawn(),
@@ -318,13 +331,15 @@ class Losses:
             training.saved_state.join_within(told["state"])
             training.reports.count_anew()
         training.counts.num_boundaries, training.counts.num_samples = told["boundaries"], told["samples"]
-        self._num_met = told["met"]
+        training.counts.noise_scale.load_state_dict(told["noise"])
+        self._num_met, training.session.should_stop = told["met"], told["should_stop"]
         training.steps.num_backwards, training.state.num_scheduled = told["backwards"], told["schedules"]
         agreement.join(JoinedAgreement(**told["agreement"]))
-        if told["config"] != agreement.tell_config():
+        if told["config"] != json.loads(json.dumps(agreement.tell_config())):
             training.session.take_up_config(agreement.join_config(told["config"], leaves_out=()))
+        training.session.follow_noise()
         if training.saving is not None:
-            training.saving.checkpoints.note_saved(told["saving"]["checkpoints"])
+            training.saving.note_saved(told["saving"])
 
     # ---- what is told ----
 
@@ -332,7 +347,6 @@ class Losses:
         self,
         plan: MembershipPlan,
         seats: Sequence[int],
-        found: Salvage,
         cost: ChangeCost,
         began: float,
         deciding: float,
@@ -345,15 +359,20 @@ class Losses:
             "moving": cost.moving_seconds,
             "all": time.perf_counter() - began,
         }
+        step = self._training.counts.global_step
         text = (
-            f"membership {plan.version} at step {found.step}: {plan.reason}; {counted(plan.world_size, 'rank')} "
-            f"{'goes' if plan.world_size == 1 else 'go'} on after step {found.step} without "
+            f"membership {plan.version} at step {step}: {plan.reason}; {counted(plan.world_size, 'rank')} "
+            f"{'goes' if plan.world_size == 1 else 'go'} on after step {step} without "
             f"{'it' if len(plan.lost) == 1 else 'them'}: {seconds['all']:.2f} s without a step, the step is taken "
             "again, no sample is lost or comes twice, no process was restarted"
         )
         self._training.members.tell_changed(
             plan, seats, text, seconds=seconds, tells=True, more={"lost": list(plan.lost), "from": "peers"}
         )
+
+
+class _CannotGoOn(ElasticError):
+    """The ranks that are left cannot go on by a plan, and all workers are to be started anew."""
 
 
 def _why_not(make_sure: Callable[[], None]) -> str:

@@ -419,11 +419,16 @@ class TrainingMembers:
         except BoardGone as error:
             _logger.debug("joiners are not told that they are not to come: %s", error)
 
-    def drop(self, why: str) -> None:
-        """Forget a plan that was agreed on and not applied, for the reason ``why``, and tell its joiners."""
+    def drop(self, why: str, *, by_all: bool = False) -> None:
+        """Forget a plan that was agreed on and not applied, for the reason ``why``, and tell its joiners.
+
+        The first rank tells them; ``by_all`` where that may be lost, also as it was about to be agreed on.
+        """
         pending, self._pending = self._pending, None
-        if pending is not None and self._follower.ranks.rank == 0:
-            self._send_away(pending.groups, why)
+        considered, self._considered = self._considered, None
+        groups = pending.groups if pending is not None else None if considered is None else considered[1]
+        if groups is not None and (by_all or (pending is not None and self._follower.ranks.rank == 0)):
+            self._send_away(groups, why)
 
     # ---- as a step or an epoch begins ----
 

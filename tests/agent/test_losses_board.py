@@ -30,8 +30,8 @@ class Agents:
         store = HashStore()
         self.boards = [RoundBoard(store, place=place, num_nodes=3) for place in range(3)]
         self.losses = [
-            Losses(min_nodes=1, open_store=lambda place=place: f"127.0.0.1:{1000 + place}")  # type: ignore[misc]
-            for place in range(3)
+            Losses(min_nodes=1, node_id=node, open_store=lambda node=node: f"store of {node}")  # type: ignore[misc]
+            for node in "abc"
         ]
 
     def next_plan(self, place: int, plan: MembershipPlan, version: int) -> MembershipPlan | None:
@@ -55,11 +55,12 @@ def test_of_two_plans_for_one_version_all_take_the_first_and_who_is_left_out_com
 ) -> None:
     agents.losses[0].add({1: "rank 1 ended"})
     agents.losses[2].add({4: "rank 4 ended", 5: ""})
-    first = agents.next_plan(2, PLAN, 5)
+    assert agents.next_plan(2, PLAN, 5) is None, "the first node that is left has the store, and has not heard of it"
+    first = agents.next_plan(0, PLAN, 5)
     assert first is not None
-    assert (first.version, first.lost, first.store, first.generation) == (5, (4, 5), "127.0.0.1:1002", 3)
+    assert (first.version, first.lost, first.store, first.generation) == (5, (4, 5), "store of a", 3)
     assert first.reason == "rank 4 ended, and 1 worker of that node with it"
-    assert agents.next_plan(0, PLAN, 5) == agents.next_plan(1, PLAN, 5) == first
+    assert agents.next_plan(2, PLAN, 5) == agents.next_plan(1, PLAN, 5) == first
     second = agents.next_plan(0, first, 6)
     assert second is not None
     assert (second.lost, second.store, [member.seat for member in second.members]) == (
@@ -86,6 +87,14 @@ def test_others_go_on_where_all_nodes_that_are_left_have_said_that_they_can(agen
     agents.losses[2].tell(agents.boards[2], "the model is sharded")
     assert agents.why(0, 5) == "the model is sharded (c)"
     assert "--max-restarts" in agents.why(0, 4, 5, num_left=0)
+
+
+def test_who_has_ended_well_goes_on_with_nobody(agents: Agents) -> None:
+    for place in range(3):
+        agents.losses[place].tell(agents.boards[place], "")
+    agents.boards[1].tell("finished", True)
+    assert agents.why(0, 4, 5) == "the workers of b have ended well"
+    assert agents.why(0, 2, 3) == ""
 
 
 def test_who_was_lost_before_counts_too(agents: Agents) -> None:

@@ -124,6 +124,7 @@ class FormTo:
         self._members, self._at = members, at
         self.fails = False
         """Whether forming the new groups fails, on all ranks."""
+        self.can_go_back = True
         self.have_all_met = False
         """Whether ranks know of all that are in the new groups that they are there."""
 

@@ -118,6 +118,10 @@ class Target(Protocol):
 class Regroup(Protocol):
     """The process groups of a change of members: who may end those that are there, and form others."""
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the groups of the old world could be formed anew: not where some of its ranks are lost."""
+
     def form(self) -> None:
         """Destroy all process groups, and form the default one of the new world; all of its ranks call this."""
 
@@ -488,7 +492,7 @@ class Change:
 
         Raises on all of them where one cannot.
         """
-        if self.comes or self._has_moved:
+        if self.comes or self._has_moved or (among.regroup is not None and not among.regroup.can_go_back):
             return
         failure = self._caught(lambda: self._go_back(among))
         among.agree(failure)  # else some ranks would go on

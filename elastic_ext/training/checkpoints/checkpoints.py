@@ -226,6 +226,12 @@ class Checkpoints:
             self._due = due
             raise
 
+    @property
+    def is_saved_now(self) -> bool:
+        """Whether this run has a checkpoint of the present step, as the first rank knows, also of a save given up."""
+        newest = self.job.run.newest
+        return newest is not None and newest.global_step == self._counts.global_step
+
     def forget_due(self) -> bool:
         """Forget the checkpoint that is due, and one that was being saved; gives whether one was due."""
         due, self._due = self._due, None

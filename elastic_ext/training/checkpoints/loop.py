@@ -88,12 +88,33 @@ class Saving:
         was_given_up = self._saver.forget_others()
         if was_given_up:
             self.checkpoints.saved_step = self.checkpoints.path = None
-        return self.checkpoints.forget_due() or was_given_up
+        is_due = self.checkpoints.forget_due() or self._counts.global_step >= self._save_at
+        return is_due or was_given_up
 
-    def save_again(self) -> None:
-        """Save the state of now before the next step, with all ranks, for what some of them owed."""
-        self.checkpoints.note_due(is_asked_for=False)
-        self._steps.do_first(self.begin_due_in_step)
+    def note_saved(self, told: Mapping[str, Any]) -> None:
+        """Take for saved, and for tried, what another rank of the same run tells of, by ``tell``."""
+        self.checkpoints.note_saved(told["checkpoints"])
+        self._try_at = math.inf if told["loop"]["try_at"] is None else told["loop"]["try_at"]
+
+    def plan_after_loss(self, *, owes_save: bool) -> None:
+        """Plan saves anew once some ranks are lost, with all others; what one of these owed is saved soon."""
+        self.plan()
+        if owes_save:
+            self._steps.do_first(self._save_again)
+
+    def _save_again(self) -> None:
+        """Save the state of now as a step begins, with all ranks, once no rank is writing what was given up.
+
+        Not where the first rank finds the checkpoint: it may have come to be before its save was given up.
+        """
+        ranks, checkpoints = self._follower.ranks, self.checkpoints
+        if ranks.sum([int(self._saver.is_ending)], "seeing whether a save that was given up has ended")[0]:
+            self._steps.do_first(self._save_again)
+            return
+        is_there = ranks.broadcast(b"1" if checkpoints.is_saved_now else b"", 0, "seeing what was saved")
+        if not is_there:
+            checkpoints.note_due(is_asked_for=False)
+            self.begin_due_in_step()
 
     def tell(self) -> dict[str, Any]:
         """Where saving checkpoints is, as JSON for a rank that joins."""

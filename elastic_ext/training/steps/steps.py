@@ -253,9 +253,8 @@ class Steps:
             try:
                 return self._enter()
             except Exception as error:
-                if not self._losses.recover(error):
+                if not self._losses.recover(error, is_entering=True):
                     raise
-                self.change_first(lambda: True)  # the batch in hand was cut for the ranks of before
 
     def _enter(self) -> None:
         """Begin a micro-step that is not like the one before."""
@@ -454,11 +453,16 @@ class Steps:
         self._to_meet = self._to_change = None
         self._is_like_before, self.doubt = False, ""
 
-    def begin_behind(self) -> None:
-        """Begin the next step with what other ranks have committed, which this rank takes from them."""
-        if self.torn is not None:
-            self.start_over(passes_over=False)
-            self.go_on(passes_over=False)
+    def begin_behind(self, *, is_taken_back: bool) -> None:
+        """Begin the next step with what other ranks have ended, which this rank takes from them.
+
+        ``is_taken_back`` says that they were in a later step, which was undone: else the loop does next what it does
+        after the step that they have ended.
+        """
+        if self.torn is None:
+            self._state.move(StepEvent.TEAR)
+        self.start_over(passes_over=False)
+        self.go_on(passes_over=not is_taken_back)
 
     def weigh_anew(self) -> None:
         """Decide anew when gradients are weighed, as the way they are shared has changed; between two steps."""

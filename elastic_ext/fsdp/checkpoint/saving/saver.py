@@ -326,6 +326,11 @@ class Saver:
         save.join(seconds)
         return not _is_running(save)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a save that was given up is still being written on this rank: no other one can begin meanwhile."""
+        return self._abandoned_save is not None and not self._abandoned_save.is_over
+
     def forget_others(self) -> bool:
         """Give up the save under way and the held copy, without the other ranks, as some of them are lost.
 
@@ -339,7 +344,8 @@ class Saver:
             if save is not None:
                 save.give_up("ranks that had a part in it are lost")
                 save.join(_GIVEN_UP_SECONDS)
-                self._abandoned_save = save
+                if not save.is_over:
+                    self._abandoned_save = save
         return any(save is not None and not save.is_made for save in saves)
 
     def take_world(self, world: World) -> None:
