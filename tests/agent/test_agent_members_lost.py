@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_ext.ranks.processes import is_alive
-from tests.support.member_nodes import Job, check_samples, samples_by_step, wait_for_kind
+from tests.support.member_nodes import Job, check_samples, samples_by_step, told, wait_for_kind
 from tests.support.nodes import Node, nodes, until
 
 SCRIPT = ("-m", "tests.support.elastic_job", "--steps=1000000", "--every=1000000", "--pace=0.05")
@@ -109,3 +109,14 @@ def test_a_node_is_gone_with_its_agent_and_the_others_go_on(job: Job) -> None:
         os.kill(worker.pid, signal.SIGKILL)
         assert "is lost with its node" in wait_for_kind(first, "worker-lost")["text"]
         check_went_on(job, stay)
+
+
+@pytest.mark.slow
+def test_an_error_of_all_ranks_at_once_counts_once_and_all_start_anew(job: Job) -> None:
+    script = ("-m", "tests.support.elastic_job", "--steps=40", "--every=5", "--pace=0.02", "--raise-at=20")
+    options = ("--max-restarts=1", "--nnodes=2:3")
+    with nodes(*(job.node(number, *options, script=script) for number in range(2))) as made:
+        assert [node.end() for node in made] == [0, 0], "\n".join(node.text for node in made)
+    for node in made:
+        assert node.kinds().count("workers-started") == 2
+        assert told(node, "workers-started")[-1]["generation"] == 1

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--hang-at", type=int, default=-1, help="a step in which rank 1 waits for ever, once")
+    parser.add_argument("--raise-at", type=int, default=-1, help="a step in which all ranks raise, once")
     parser.add_argument("--deadlock-at", type=int, default=-1, help="a step before which a loader locks up, once")
     parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
     parser.add_argument("--sharded", action="store_true", help="with a model whose plan can be changed")
@@ -149,6 +150,8 @@ def train(trainer, model, optimizer, loader, file, options, tells) -> None:  # t
         with trainer.step():
             if dist.get_rank() == 1 and step == options.hang_at and not was_restarted():
                 hang()
+            if step == options.raise_at and not was_restarted():
+                raise ValueError("planted")
             loss = model(inputs).pow(2).mean()
             loss.backward()
             optimizer.step()
