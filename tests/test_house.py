@@ -280,6 +280,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.checkpoint.saving.background:BackgroundSave._run": (
         "the top of a thread: kept for who asks, and told to the others"
     ),
+    "training.steps.steps:Steps.__exit__": "raised again unless it is of ranks that are lost",
+    "training.steps.steps:Steps._enter_with_others": "raised again unless it is of ranks that are lost",
     "training.steps.steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
     "fsdp.checkpoint.saving.saver:Saver.save_async": "the others are to hear of it too, and raises again",
     "fsdp.checkpoint.saving.saver:Saver._wait_for": "has the save's thread wait no longer, and raises again",
@@ -293,7 +295,10 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.reshard.change:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.reshard.change:Change._agree_or_go_back": "puts back what was there, and raises again",
     "training.members:TrainingMembers._apply": "whatever a rank raises, all hear of it, and go on as before or raise",
-    "training.members:TrainingMembers._tell_changed": "a function is the script's: raised on all ranks",
+    "training.losses:Losses.recover": "whatever keeps ranks from a plan, they wait for the next one, or all start anew",
+    "training.losses:Losses.with_others": "raised again unless it is of ranks that are lost",
+    "training.losses:Losses._take": "what is taken over runs the user's code: raised on all ranks",
+    "training.members:TrainingMembers.tell_changed": "a function is the script's: raised on all ranks",
     "training.members:TrainingMembers._settle": "what is taken over runs the user's code: raised on all ranks",
     "training.parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
     "training.steps.steps:Steps._leave": "takes the step back, or owes its boundary, and raises again",

@@ -34,7 +34,7 @@ from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .folder import NodeFolders
 from .journal import FailedNode, Failure, Journal, ProcessEnd, failure_of, first_of, hung, is_consequence, told
-from .losses import Losses, gone_in_words, lost_in_words
+from .losses import LostWorkers, gone_in_words, lost_in_words
 from .members import Membership, NotTaken
 from .node_tasks import NodeTasks
 from .orphan_guard import Warden
@@ -94,7 +94,7 @@ class ElasticAgent(LocalElasticAgent):
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank, as they were started
         self._members = Membership(folders.run_dir, journal, meeting, launch)
-        self._losses = Losses(min_nodes=launch.min_nodes, node_id=launch.node_id, open_store=meeting.open_store)
+        self._losses = LostWorkers(min_nodes=launch.min_nodes, node_id=launch.node_id, open_store=meeting.open_store)
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
         self._hung_ranks: Sequence[int] = ()  # without which others go on

@@ -1,4 +1,4 @@
-"""Losses: workers that have failed while all others can go on without them, and the membership plans by which they do.
+"""LostWorkers: workers that have failed while all others can go on without them, and the plans by which they do.
 
 Whoever finds workers lost, of its own node or of one that is gone, makes the plan without them. Nodes put their plan on
 the board of the round, and the one that is there first counts for all: the agents of one round have one store, so that
@@ -19,7 +19,7 @@ from elastic_ext.records.text import counted
 
 from .journal import Failure
 
-__all__ = ["Losses", "gone_in_words", "lost_in_words"]
+__all__ = ["LostWorkers", "gone_in_words", "lost_in_words"]
 
 _OUTLIVES = "outlives"
 
@@ -32,7 +32,7 @@ class _Known:
     why_restart: str
 
 
-class Losses:
+class LostWorkers:
     """What one agent knows of workers that are lost, and its part in deciding on plans without them."""
 
     def __init__(self, *, min_nodes: int, node_id: str, open_store: Callable[[], str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic_ext.agent.journal import FailedNode, Failure
-from elastic_ext.agent.losses import Losses, gone_in_words, lost_in_words
+from elastic_ext.agent.losses import LostWorkers, gone_in_words, lost_in_words
 from elastic_ext.members.plan import MembershipPlan, NodeShare
 from elastic_ext.ranks.node_board import RoundBoard
 
@@ -30,7 +30,7 @@ class Agents:
         store = HashStore()
         self.boards = [RoundBoard(store, place=place, num_nodes=3) for place in range(3)]
         self.losses = [
-            Losses(min_nodes=1, node_id=node, open_store=lambda node=node: f"store of {node}")  # type: ignore[misc]
+            LostWorkers(min_nodes=1, node_id=node, open_store=lambda node=node: f"store of {node}")  # type: ignore[misc]
             for node in "abc"
         ]
 
