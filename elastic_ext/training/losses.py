@@ -267,8 +267,9 @@ class Losses:
         board.post(left(own.seat), own.to_json())
 
         def is_old() -> bool:
-            is_leaving = self._training.follower.agreement.is_leave_wanted
-            return is_leaving or (watcher is not None and watcher.newest is not plan)
+            newest = None if watcher is None else watcher.newest
+            is_newer = newest is not None and newest.version > plan.version
+            return is_newer or self._training.follower.agreement.is_leave_wanted
 
         if not board.wait(names, seconds=self.plan_seconds, stop=is_old):  # a rank hears of it as its pass has ended
             raise BoardGone("another membership plan has come, or the workers are to end")

@@ -83,12 +83,14 @@ def test_a_rank_is_killed_in_a_step_and_the_others_take_it_again(
     job = replace(job, **{"draws": True, **loop})
     found = survivors(ranks, job, [first, plan_after(first, port, lost=[1])], 3)
     zero, two = found
-    assert zero.changes == [(2, 4, 0, 2)] and two.changes == [(2, 4, 1, 2)]
+    step = zero.changes[0][1]  # where its sums had come through the others commit the step
+    assert step in ((4, 5) if moment == "after backward" else (4,))
+    assert zero.changes == [(2, step, 0, 2)] and two.changes == [(2, step, 1, 2)]
     assert zero.ids_stay and two.ids_stay
-    assert zero.state == two.state == of_restarts(ranks, job, [(4, 3), (9, 2)]).state
+    assert zero.state == two.state == of_restarts(ranks, job, [(step, 3), (9, 2)]).state
     event = events_of(job, 0, "members-changed")[0]
-    assert "2 ranks go on after step 4 without it" in event.text and event.details["from"] == "peers"
-    check_samples(ranks, job, found, since=4)
+    assert f"2 ranks go on after step {step} without it" in event.text and event.details["from"] == "peers"
+    check_samples(ranks, job, found, since=step)
 
 
 @pytest.mark.parametrize("behind", [0, pytest.param(1, marks=pytest.mark.slow)])
