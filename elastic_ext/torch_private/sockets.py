@@ -45,9 +45,9 @@ from elastic_ext.version import TESTED_TORCH_IN_WORDS
 from .groups import groups_made
 
 __all__ = [
-    "Address",
     "Candidate",
     "GroupSockets",
+    "SocketAddress",
     "TcpSocket",
     "address_in",
     "candidates",
@@ -72,7 +72,7 @@ _LIMIT_OF_THE_TEST = timedelta(minutes=1)  # so that no collective ends by it in
 _PAUSE_SECONDS = 0.001
 
 
-class Address(NamedTuple):
+class SocketAddress(NamedTuple):
     """One end of a TCP connection."""
 
     host: str
@@ -87,8 +87,8 @@ class TcpSocket:
     descriptor: int
     inode: int
     """Of this socket alone, where the descriptor may be another file's after a close."""
-    local: Address
-    remote: Address | None
+    local: SocketAddress
+    remote: SocketAddress | None
     """None of a socket that listens."""
 
 
@@ -104,8 +104,8 @@ class Candidate:
 def open_sockets(descriptors: str = _DESCRIPTORS) -> tuple[TcpSocket, ...]:
     """The TCP sockets of this process that are connected or listen; none where the system does not tell, as macOS.
 
-    ``descriptors`` is the folder of links to open files. Each socket is asked by itself, 4 us for an open file and some
-    10 more for a socket: /proc/self/net/tcp has those of the whole machine, and takes 8 ms to read where it has few.
+    ``descriptors`` is the folder of links to open files. Each socket is asked by itself, 5 us for an open file and some
+    20 more for a socket: /proc/self/net/tcp has those of the whole machine, and takes 8 ms to read where it has few.
     """
     try:
         names = os.listdir(descriptors)
@@ -117,7 +117,7 @@ def open_sockets(descriptors: str = _DESCRIPTORS) -> tuple[TcpSocket, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def address_in(packed: bytes) -> Address | None:
+def address_in(packed: bytes) -> SocketAddress | None:
     """The address in a ``sockaddr``; None where it is one of neither IPv4 nor IPv6."""
     family, port = int.from_bytes(packed[:2], sys.byteorder), int.from_bytes(packed[2:4], "big")
     if family == socket.AF_INET:
@@ -126,7 +126,7 @@ def address_in(packed: bytes) -> Address | None:
         host = packed[8:24].removeprefix(_MAPPED)
     else:
         return None
-    return Address(socket.inet_ntop(socket.AF_INET if len(host) == _IPV4_BYTES else socket.AF_INET6, host), port)
+    return SocketAddress(socket.inet_ntop(socket.AF_INET if len(host) == _IPV4_BYTES else socket.AF_INET6, host), port)
 
 
 def candidates(before: Iterable[TcpSocket], after: Iterable[TcpSocket]) -> tuple[Candidate, ...]:

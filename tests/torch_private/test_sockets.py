@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_ext.errors import ElasticError
 from elastic_ext.torch_private.groups import destroy_groups
 from elastic_ext.torch_private.sockets import (
-    Address,
     Candidate,
     GroupSockets,
+    SocketAddress,
     TcpSocket,
     address_in,
     candidates,
@@ -65,14 +65,14 @@ class Machine:
         self._next = itertools.count(3)
 
     def listens(self, port: int, host: str | None = None) -> None:
-        self._opens(Address(host or self.host, port), None)
+        self._opens(SocketAddress(host or self.host, port), None)
 
     def connects(self, port: int, other: Machine, to: int) -> None:
         """A connection that ``other`` accepts on its port ``to``."""
-        self._opens(Address(self.host, port), Address(other.host, to))
-        other._opens(Address(other.host, to), Address(self.host, port))
+        self._opens(SocketAddress(self.host, port), SocketAddress(other.host, to))
+        other._opens(SocketAddress(other.host, to), SocketAddress(self.host, port))
 
-    def _opens(self, local: Address, remote: Address | None) -> None:
+    def _opens(self, local: SocketAddress, remote: SocketAddress | None) -> None:
         number = next(self._next)
         self.sockets.append(TcpSocket(descriptor=number, inode=number + 1000, local=local, remote=remote))
 
@@ -145,7 +145,7 @@ def test_a_connection_that_a_process_has_with_itself_is_none_of_the_groups() -> 
 
 
 def test_what_is_told_of_a_connection_is_eight_bytes_and_not_the_same_at_its_two_ends() -> None:
-    ends = [Address(HERE, 50001), Address(THERE, 40002)]
+    ends = [SocketAddress(HERE, 50001), SocketAddress(THERE, 40002)]
     sockets = [TcpSocket(descriptor=3, inode=4, local=a, remote=b) for a, b in (ends, ends[::-1])]
     found = [Candidate(socket=sockets[0], is_accepted=False), Candidate(socket=sockets[1], is_accepted=True)]
     told = [to_tell([each]) for each in found]
@@ -178,7 +178,7 @@ def test_sockets_are_seen_with_their_addresses_and_what_is_no_connection_is_not(
     opened.enter_context(socket.socket(type=socket.SOCK_DGRAM)).connect(("127.0.0.1", port))
     for each in socket.socketpair():
         opened.enter_context(each)
-    here, other = Address("127.0.0.1", port), Address(*begun.getsockname())
+    here, other = SocketAddress("127.0.0.1", port), SocketAddress(*begun.getsockname())
     assert {(each.descriptor, each.local, each.remote) for each in open_sockets() if each not in before} == {
         (server.fileno(), here, None),
         (begun.fileno(), other, here),
@@ -196,9 +196,9 @@ def test_an_ipv4_address_in_an_ipv6_socket_is_the_same_address(opened: contextli
     listening, begun, accepted = sorted(
         (each for each in open_sockets() if each not in before), key=lambda each: each.descriptor
     )
-    assert (listening.local, listening.remote) == (Address("::", port), None)
+    assert (listening.local, listening.remote) == (SocketAddress("::", port), None)
     assert (begun.local, begun.remote) == (accepted.remote, accepted.local)
-    assert accepted.local == Address("127.0.0.1", port)
+    assert accepted.local == SocketAddress("127.0.0.1", port)
 
 
 def test_a_sockaddr_is_read() -> None:
@@ -209,10 +209,10 @@ def test_a_sockaddr_is_read() -> None:
 
     version_6, scope = bytes(4), bytes(4)
     full = socket.inet_pton(socket.AF_INET6, "fe80::1")
-    assert address_in(of(socket.AF_INET, bytes([10, 0, 0, 1]) + bytes(8))) == Address("10.0.0.1", 8080)
-    assert address_in(of(socket.AF_INET6, version_6 + full + scope)) == Address("fe80::1", 8080)
+    assert address_in(of(socket.AF_INET, bytes([10, 0, 0, 1]) + bytes(8))) == SocketAddress("10.0.0.1", 8080)
+    assert address_in(of(socket.AF_INET6, version_6 + full + scope)) == SocketAddress("fe80::1", 8080)
     mapped = socket.inet_pton(socket.AF_INET6, "::ffff:10.0.0.1")
-    assert address_in(of(socket.AF_INET6, version_6 + mapped + scope)) == Address("10.0.0.1", 8080)
+    assert address_in(of(socket.AF_INET6, version_6 + mapped + scope)) == SocketAddress("10.0.0.1", 8080)
     assert address_in(of(socket.AF_UNIX, b"/tmp/x")) is None and address_in(b"") is None
 
 
