@@ -87,8 +87,7 @@ def found_by(one: Machine, other: Machine, before: Callable[[], None], within: C
     return [[each.local.port for each in shared_with_others(own, told)] for own in found]
 
 
-def nothing() -> None:
-    """What came up before."""
+def nothing() -> None: ...
 
 
 def test_a_connection_of_which_both_ranks_tell_is_one_of_the_groups() -> None:
@@ -465,31 +464,37 @@ class Training:
         return float(number.sum())
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def wait_for_stop(pid: int) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + PATIENCE_SECONDS
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
+        pause.wait(0.01)
 
 
 class Severing(threading.Thread):
-    """Severs a generation once another process is stopped, and this one and its peers have waited for a while."""
+    """Severs a generation once this process has waited for a while in a collective that will not end."""
 
-    def __init__(self, sockets: GroupSockets, stopped: int, meet: Callable[[str], None]) -> None:
-        """``stopped`` is a pid; ``meet`` waits for all that survive."""
+    def __init__(
+        self, sockets: GroupSockets, ready: Callable[[], object] = nothing, meet: Callable[[], object] = nothing
+    ) -> None:
+        """``ready`` waits until the collective will not end any more, ``meet`` for all who are to sever together."""
         super().__init__(name="severing")
-        self._sockets, self._stopped, self._meet = sockets, stopped, meet
-        self.waits = threading.Event()
-        """Set as the collective that will not end begins."""
+        self._sockets, self._ready, self._meet = sockets, ready, meet
         self.is_over = threading.Event()
-        """Set as it has ended."""
+        """Set as the collective has ended."""
         self.was_blocked = False
         self.num_severed = 0
 
     def run(self) -> None:
-        pause, deadline = threading.Event(), time.monotonic() + PATIENCE_SECONDS
-        while not (self.waits.is_set() and is_stopped(self._stopped)) and time.monotonic() < deadline:
-            pause.wait(0.01)
+        self._ready()
         self.was_blocked = not self.is_over.wait(STAYS_BLOCKED_SECONDS)
-        self._meet("blocked")  # the first that severs gets the others out, too
+        self._meet()  # the first that severs gets the others out, too
         self.num_severed = self._sockets.sever()
+
+    def told(self) -> dict[str, bool]:
+        """What came of it, for who was in the collective and has its error."""
+        self.is_over.set()
+        self.join(PATIENCE_SECONDS)
+        return {"was blocked": self.was_blocked, "has severed": self.num_severed > 0}
 
 
 def survive(rank: int, port: int, how: How) -> dict[str, Any]:
@@ -511,14 +516,12 @@ def survive(rank: int, port: int, how: How) -> dict[str, Any]:
             training.step()
         return {}
     try:
-        severing = Severing(generation.sockets, pids[2], meet)
+        wait_for_stop(pids[2])
+        severing = Severing(generation.sockets, meet=lambda: meet("blocked"))
         severing.start()
-        severing.waits.set()
         with pytest.raises(RuntimeError):
             training.step()
-        severing.is_over.set()
-        severing.join(PATIENCE_SECONDS)
-        told: dict[str, Any] = {"was blocked": severing.was_blocked, "has severed": severing.num_severed > 0}
+        told: dict[str, Any] = {**severing.told()}
         told["severed again"] = generation.sockets.sever()
         del training
         destroy_groups()
@@ -559,6 +562,34 @@ def test_ranks_get_out_of_a_collective_that_a_stopped_rank_is_in_and_form_groups
         ]
         * 2
     )
+
+
+def lose_a_rank(rank: int, port: int) -> dict[str, bool]:
+    """What became of the ranks of four, of which the last one ends in their loop. Only rank 1 severs."""
+    store = store_at(port)
+    generation, training = Generation(rank, 4, store, "ring"), Training("all_reduce")
+    for _ in range(3):
+        training.step()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    severing = Severing(generation.sockets, lambda: store.wait(["failed 0", "failed 2"]))
+    if rank == 1:
+        severing.start()
+    with pytest.raises(RuntimeError):
+        training.step()
+    if rank == 1:
+        store.set("is out", "")
+        return severing.told()
+    store.set(f"failed {rank}", "")
+    store.wait(["is out"])
+    return {}
+
+
+def test_a_rank_gets_out_whose_neighbours_alone_see_that_a_rank_is_lost(ranks: RankPool) -> None:
+    with agents_store() as port:
+        *survivors, lost = ranks.run_outcomes(4, lose_a_rank, port, process_group=False)
+    assert lost.exit_signal == signal.SIGKILL
+    assert [each.value for each in survivors] == [{}, {"was blocked": True, "has severed": True}, {}]
 
 
 class Talk:
