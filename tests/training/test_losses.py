@@ -87,7 +87,8 @@ def test_a_rank_is_killed_in_a_step_and_the_others_take_it_again(
     assert step in ((4, 5) if moment == "after backward" else (4,))
     assert zero.changes == [(2, step, 0, 2)] and two.changes == [(2, step, 1, 2)]
     assert zero.ids_stay and two.ids_stay
-    assert zero.state == two.state == of_restarts(ranks, job, [(step, 3), (9, 2)]).state
+    assert zero.state == of_restarts(ranks, job, [(step, 3), (9, 2)]).state
+    assert job.leaves_traces or zero.state == two.state, "but for what each has seen in its last passes"
     event = events_of(job, 0, "members-changed")[0]
     assert f"2 ranks go on after step {step} without it" in event.text and event.details["from"] == "peers"
     check_samples(ranks, job, found, since=step)
@@ -110,7 +111,8 @@ def test_who_is_behind_takes_the_step_that_another_rank_has_committed(
     )
     found = survivors(ranks, job, [first, plan_after(first, port, lost=[2])], 3)
     assert [each.changes for each in found] == [[(2, 5, 0, 2)], [(2, 5, 1, 2)]]
-    assert found[0].state == found[1].state == of_restarts(ranks, job, [(5, 3), (9, 2)]).state
+    assert found[0].state == of_restarts(ranks, job, [(5, 3), (9, 2)]).state
+    assert job.leaves_traces or found[0].state == found[1].state, "but for what each has seen in its last passes"
     check_samples(ranks, job, found, since=5)
 
 
