@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -186,30 +185,46 @@ def test_a_spare_leaves_and_training_goes_on(job: Job) -> None:
         assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
 
 
+def training(*options: str) -> Sequence[str]:
+    """A training of a model each of whose copies is sharded over two ranks."""
+    sharded = ("--sharded", "--strategy=hybrid_shard", "--shard-degree=2")
+    return "-m", "tests.support.elastic_job", "--every=1000000", "--pace=0.1", *sharded, *options
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["another node", "another plan"])
-def test_a_training_whose_copies_are_sharded_over_two_ranks_takes_in_who_waits_and_ends_with_all_its_steps(
-    job: Job, by: str
+def test_a_training_whose_copies_are_sharded_over_two_ranks_takes_in_two_nodes_at_once_and_ends_with_all_its_steps(
+    job: Job,
 ) -> None:
-    steps = ("--steps=160", "--every=1000000", "--pace=0.1", "--hold-at=150")
-    script = ("-m", "tests.support.elastic_job", *steps, "--sharded", "--strategy=hybrid_shard", "--shard-degree=2")
-    with ExitStack() as stack:
-        (first,) = stack.enter_context(nodes(job.node(0, num_workers=2, script=script)))
+    how, script = "--hang-seconds=off", training("--steps=60", "--hold-at=20")  # the ranks are held in a step
+    with nodes(job.node(0, how, num_workers=2, script=script)) as (first,):
         assert "while workers go on" in wait_for_kind(first, "members")["text"]
         workers = first.workers()
-        (second,) = stack.enter_context(nodes(job.node(1, script=script)))
-        wait_for_kind(second, "members-waiting")
-        wait_as_spare(first, second)
-        assert first.workers() == workers and all(map(is_alive, workers.values()))
-        others = [second]
-        if by == "another node":
-            others += stack.enter_context(nodes(job.node(2, script=script)))
-        else:
+        with nodes(job.node(1, how, script=script)) as (second,):
+            wait_for_kind(second, "members-waiting")
+            wait_as_spare(first, second)
+            assert first.workers() == workers and all(map(is_alive, workers.values()))
+            with nodes(job.node(2, how, script=script)) as (third,):
+                wait_for_kind(first, "membership", times=2)  # the workers are told
+                (job.folder / "go").touch()
+                assert [node.end() for node in (first, second, third)] == [0, 0, 0], first.text
+        for node in (first, second, third):
+            assert node.kinds().count("workers-started") == 1 and "worker-failed" not in node.kinds()
+        assert plan_of(first).world_size == 4 and "membership-in-force" in first.kinds()
+    assert max(samples_by_step(job.folder)) == 60
+    check_samples(job.folder)
+
+
+@pytest.mark.slow
+def test_a_spare_joins_a_training_whose_config_asks_for_a_strategy_that_allows_any_number_of_ranks(job: Job) -> None:
+    script = training("--steps=1000000")
+    with nodes(job.node(0, num_workers=2, script=script)) as (first,):
+        assert "while workers go on" in wait_for_kind(first, "members")["text"]
+        with nodes(job.node(1, script=script)) as (second,):
+            wait_for_kind(second, "members-waiting")
+            wait_as_spare(first, second)
             set_config(first, "parallelism.strategy=full_shard")
-        wait_for_kind(first, "membership-in-force")
-        (job.folder / "go").touch()
-        assert [node.end() for node in (first, *others)] == [0] * (1 + len(others)), first.text
-        assert first.kinds().count("workers-started") == 1 and "worker-failed" not in first.kinds()
-        assert plan_of(first).world_size == (4 if by == "another node" else 3)
-    assert max(samples_by_step(job.folder)) == 160
+            wait_for_kind(first, "membership-in-force")
+            at_join = max(samples_by_step(job.folder))
+            until(lambda: len(samples_by_step(job.folder)) > at_join + 3 or None, what="steps of three ranks")
+            assert plan_of(first).world_size == 3 and first.kinds().count("workers-started") == 1
     check_samples(job.folder)

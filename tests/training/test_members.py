@@ -155,8 +155,9 @@ def test_shards_of_two_copies_become_four_and_two_again(ranks: RankPool, tmp_pat
     assert [None if each is None else each.rank_multiple for each in records] == [2] * 4
 
 
+@pytest.mark.parametrize(("strategy", "shard_degree"), [("shard_grad_op", None), ("hybrid_shard", 2)])
 def test_one_node_leaves_as_another_joins_and_each_draws_as_the_rank_of_before(
-    ranks: RankPool, tmp_path: Path, port: int
+    ranks: RankPool, tmp_path: Path, port: int, strategy: Any, shard_degree: int | None
 ) -> None:
     first = plan_of([0, 1])
     moved = plan_after(first, port, joined=[2], left=[0])
@@ -167,7 +168,8 @@ def test_one_node_leaves_as_another_joins_and_each_draws_as_the_rank_of_before(
         last_step=9,
         joins={2: 2},
         holds={3: 2},
-        strategy="shard_grad_op",
+        strategy=strategy,
+        shard_degree=shard_degree,
         draws=True,
     )
     zero, one, two = lived(ranks, job, [first, moved], 3)
