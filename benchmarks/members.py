@@ -68,6 +68,7 @@ DDP_OVER = {TORCHRUN: 1 / 40, RESTART: 1 / 15, TORCHFT: 1 / 2}
 KILLED_OVER = {TORCHRUN: 1 / 20, RESTART: 1 / 10, TORCHFT: 1 / 2}
 SHARDED_OVER = {RESTART: 1 / 8}
 GROUPS = QuantileTarget(quantile=0.5, at_most=0.1)
+_KILLED = "A worker of three is killed, DDP"
 _COSTS = Claim(at_most=1.01)
 _DEADLINE_SECONDS = 180.0
 _POLL_SECONDS = 0.05
@@ -285,7 +286,7 @@ def main(share: float = 1.0) -> list[Result]:
     groups, and of a quiet job."""
     num_rounds = shortened(6, share, least=3)
     results = _stalls("A node joins two, DDP", "ddp", 2, 3, DDP_OVER, num_rounds)
-    results += _stalls("A worker of three is killed, DDP", "ddp", 3, None, KILLED_OVER, num_rounds)
+    results += _stalls(_KILLED, "ddp", 3, None, KILLED_OVER, shortened(6, share, least=2))
     if share < 1:
         return results
     return [

@@ -54,7 +54,7 @@ PARTS = (
         benchmarks=(
             Planned(name="config_latency", title="From a config file to its processes", minutes=1.0, short_minutes=0.3),
             Planned(name="master_config", title="From the master to training", minutes=1.0, short_minutes=0.4),
-            Planned(name="reshard", title="Changes of the parallel plan", minutes=14.5, short_minutes=6.4),
+            Planned(name="reshard", title="Changes of the parallel plan", minutes=14.5, short_minutes=5.9),
         ),
     ),
     Part(
@@ -95,7 +95,7 @@ PARTS = (
         "master serve?",
         benchmarks=(
             Planned(name="launcher", title="elastic-run beside torchrun", minutes=13.0, short_minutes=5.4),
-            Planned(name="members", title="Members that come and go", minutes=16.0, short_minutes=4.8),
+            Planned(name="members", title="Members that come and go, or are lost", minutes=20.0, short_minutes=6.6),
             Planned(name="master_load", title="A master under load", minutes=5.0, short_minutes=4.3),
             Planned(name="master_flood", title="A master flooded by strangers", minutes=7.0, short_minutes=0.9),
         ),
@@ -107,7 +107,7 @@ PARTS = (
             Planned(name="verdicts", title="What holds training up", minutes=4.0, short_minutes=1.2),
             Planned(name="change_detector", title="Changes of pace", minutes=1.0, short_minutes=1.0),
             Planned(name="tuning_search", title="Ways to tune, on simulated jobs", minutes=6.0, short_minutes=1.1),
-            Planned(name="tuning_live", title="Real jobs that tune themselves", minutes=26.0, short_minutes=5.0),
+            Planned(name="tuning_live", title="Real jobs that tune themselves", minutes=26.0, short_minutes=3.6),
         ),
     ),
 )
