@@ -15,6 +15,7 @@ An error that leaves the loop elsewhere, as in an evaluation, is the script's ow
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -114,11 +115,20 @@ class Losses:
         self._sockets = GroupSockets()
         if self._training.members.watcher is None or ranks.world_size == 1:  # the same on all, whatever each can do
             return
+        if not before:
+            gc.collect()  # groups that the script has made before, and let go of, have their connections until then
         found = candidates(before, open_sockets())
         shared = shared_with_others(found, ranks.gather(to_tell(found), "finding the connections of process groups"))
         most = num_connections()
         if most is None or len(shared) <= most:
             self._sockets = GroupSockets(shared)
+        else:
+            _logger.info(
+                "ranks have %d connections with each other, and their process groups %d: some are the script's own, "
+                "and where a rank hangs all workers may have to be started anew",
+                len(shared),
+                most,
+            )
         self.hear()  # a plan that has come meanwhile
 
     def hear(self) -> None:
