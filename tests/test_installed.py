@@ -530,8 +530,9 @@ ADDED = {
     },
     "profile-0.jsonl": {"logged", "logged_weights", "members"},
     "job.json": {"members"},
+    "workers.json": {"waiting"},
     "workers.json workers": {"seat", "children_bytes"},
-    "membership.json": {"mode", "generation", "store", "num_seats"},
+    "membership.json": {"mode", "generation", "store", "num_seats", "lost"},
     "membership.json nodes": {"seats"},
 }
 """What records have got since, by where it stands: a reader of before passes over it."""

@@ -218,7 +218,7 @@ def view_of(
 
 def _why_restart_at_loss(plan: MembershipPlan, said: Sequence[MemberRecord]) -> str:
     """Why all workers are started anew where one is lost, a sentence; empty where others go on, or nobody says."""
-    whys = [each.why_restart_at_loss for each in said if each.version]
+    whys = [each.why_restart_at_loss for each in said if each.version and each.why_restart_at_loss is not None]
     if len(plan.nodes) == 1 and "" in whys:
         return "all of them are on one node, whose workers end together"
     return next((why for why in whys if why), "")
@@ -249,7 +249,7 @@ def members_in_words(view: MembersView) -> list[str]:
     else:
         how = "while workers go on" if view.is_live else f"by a restart of all workers: {view.why_restart}"
         lines.append(f"members change {how}")
-        if any(each.version for each in view.records):
+        if any(each.version and each.why_restart_at_loss is not None for each in view.records):
             anew = f"all workers are started anew: {view.why_restart_at_loss}"
             lines.append(f"where a worker is lost {anew if view.why_restart_at_loss else 'those of other nodes go on'}")
     if view.planned is not None:

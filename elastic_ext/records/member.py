@@ -26,8 +26,9 @@ class MemberRecord(JsonRecord):
     """Why members of this job can change by a restart alone, a sentence; empty where they can change live."""
     version: int
     """The version of the membership plan by which this worker trains; 0 where it knows of none."""
-    why_restart_at_loss: str = "its library is of another version"
-    """Why all workers are started anew where one of them is lost, a sentence; empty where the others go on."""
+    why_restart_at_loss: str | None = None
+    """Why all workers are started anew where one of them is lost, a sentence; empty where the others go on, and None
+    where that is not known."""
     ready: int = 0
     """The version of the plan that this worker, which joins, is ready to join; 0 for all others."""
     agreed: int = 0
