@@ -97,7 +97,7 @@ class ElasticAgent(LocalElasticAgent):
         self._losses = LostWorkers(min_nodes=launch.min_nodes, node_id=launch.node_id, open_store=meeting.open_store)
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
-        self._hung_ranks: Sequence[int] = ()  # without which others go on
+        self._hung_until = 0.0  # the plan without workers that hang is waited for
         self._lost_here: list[Failure] = []  # the failures for which workers of this node were taken for lost
         self._goes_on = False  # whether workers of before do, in a round that nodes have met for
         self._stop_by: float | None = None
@@ -531,11 +531,11 @@ class ElasticAgent(LocalElasticAgent):
             return True
         nodes = {member.node_id for member in plan.members if member.rank in hang.ranks}
         lost = [member.seat for member in plan.members if member.node_id in nodes]
+        if time.monotonic() < self._hung_until or self._losses.pending(plan):  # who waits for them seems to hang too
+            return True
         if self._is_changing or hang.may_be_elsewhere or not lost or self._why_restart_without(lost):
             return False
-        if hang.ranks == self._hung_ranks:
-            return True
-        self._hung_ranks = hang.ranks
+        self._hung_until = time.monotonic() + _EXCHANGE_SECONDS
         self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
         self._tasks.capture(self.watched, hang.reason)
         own = self._hung_here(hang)
@@ -588,7 +588,7 @@ class ElasticAgent(LocalElasticAgent):
         if self.workers is not None and not self._members.seats_in(plan):  # others have taken them for lost
             self.workers.lose()
         lost = ", ".join(map(str, plan.lost))
-        self._hung_ranks = ()
+        self._hung_until = 0.0
         self._journal.tell("worker-lost", f"{plan.reason}; the others go on without", is_bad=True, seats=lost)
         self._members.lose(plan, self._board)
         return True

@@ -219,6 +219,11 @@ class RankPool:
         """The exit code of a script's process that has ended, as those of ``subprocess`` are."""
         return self._nursery.reap(pid)
 
+    def renew(self) -> None:
+        """Has the next run be one of new processes, which have no connections of earlier ones."""
+        for worker in list(self._workers):
+            self._replace(worker)
+
     def close(self) -> None:
         """Ends every process of the pool and waits for them; once is enough, more do no harm."""
         atexit.unregister(self.close)

@@ -29,6 +29,7 @@ def survivors(ranks: RankPool, job: Job, plans: Sequence[MembershipPlan], num_wo
                 agents.wait_for_end(seat)
             agents.write([member.seat for member in before.members if member.seat not in plan.lost], plan)
 
+    ranks.renew()  # a rank knows its process groups' connections by there being no others between the ranks
     with Agents(job, plans, script):
         found = ranks.run_outcomes(num_workers, live, job, process_group=False, deadline_seconds=90.0)
     if [seat for seat, each in enumerate(found) if not each.ok] != sorted({*job.dies, *job.signals}):
