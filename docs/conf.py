@@ -31,7 +31,7 @@ if os.environ.get("ELASTIC_EXT_DOCS_ONLINE") == "1":
 linkcheck_anchors = False  # of pages that are put together by scripts
 linkcheck_timeout = 30
 
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
