@@ -95,7 +95,8 @@ def test_a_rank_is_killed_in_a_step_and_the_others_take_it_again(
     check_samples(ranks, job, found, since=step)
 
 
-@pytest.mark.parametrize("behind", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [0, 1])
 def test_who_is_behind_takes_the_step_that_another_rank_has_committed(
     ranks: RankPool, tmp_path: Path, port: int, behind: int
 ) -> None:
