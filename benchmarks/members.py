@@ -286,7 +286,7 @@ def main(share: float = 1.0) -> list[Result]:
     groups, and of a quiet job."""
     num_rounds = shortened(6, share, least=3)
     results = _stalls("A node joins two, DDP", "ddp", 2, 3, DDP_OVER, num_rounds)
-    results += _stalls(_KILLED, "ddp", 3, None, KILLED_OVER, shortened(6, share, least=2))
+    results += _stalls(_KILLED, "ddp", 3, None, KILLED_OVER, num_rounds)
     if share < 1:
         return results
     return [
