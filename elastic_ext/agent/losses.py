@@ -40,9 +40,8 @@ class LostWorkers:
         self._min_nodes = min_nodes
         self._node_id = node_id
         self._open_store = open_store
-        self._lost: dict[
-            int, str
-        ] = {}  # by seat, in words, until a plan is without them; empty for who ends with others
+        # By seat, in words, until a plan is without them; the words are empty for who ends with others of its node.
+        self._lost: dict[int, str] = {}
         self._told: _Known | None = None
 
     def tell(self, board: RoundBoard, why_restart: str) -> None:

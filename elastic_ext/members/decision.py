@@ -320,6 +320,7 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
     has_failed = any(each.has_failed for each in words)
     counted = [Counted(num_failures=each.num_failures, has_failed=each.has_failed) for each in words]
     lost: list[str] = []
+    restart = max((each.restart for each in words if each.plan is not None), default=0)
     if decision.kind == "start":
         now = [each.node_id for each in words]
         lost = [] if plan is None else [node.node_id for node in plan.nodes if node.node_id not in now]
@@ -330,14 +331,14 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
         assert plan is not None, "somebody trains who goes on"
         plans = _live(plan, words, decision, version=version, store=store) or [plan]
     num_failures = min(count(counted, num_lost=len(lost)), max_restarts)
+    if decision.kind == "start":
+        restart = num_failures
     return RoundStart(
         plan=plans[0],
         then=plans[1] if len(plans) > 1 else None,
         decision=decision,
         num_failures=num_failures,
-        restart=max((each.restart for each in words if each.plan is not None), default=0)
-        if decision.kind != "start"
-        else num_failures,
+        restart=restart,
         is_finished=plan is not None and all(each.is_finished for each in words if each.plan is not None),
         is_old=version > 1,
     )
@@ -404,7 +405,8 @@ def why_restart_at_loss(
     if num_left < 1:
         return "no more failures are allowed (--max-restarts)"
     if silent := sorted(left - told.keys()):
-        return f"{', '.join(silent)} has not said that its workers can go on"
+        which = "has not said that its" if len(silent) == 1 else "have not said that their"
+        return f"{', '.join(silent)} {which} workers can go on"
     if why := next((f"{told[node]} ({node})" for node in sorted(left) if told[node]), ""):
         return why
     if len(left) < min_nodes:

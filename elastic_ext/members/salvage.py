@@ -1,9 +1,9 @@
 """From which commit ranks go on once some of them are lost, and who takes what from whom. Pure.
 
 Words: a *piece* is what one rank of a group of shards holds; with whole copies on every rank there is one piece, and
-all hold it. A *commit* is a step that has ended with its optimizers' steps. Each rank that is left says which pieces it
-holds, as of which commits: those that it trains with, and copies of its own or of others. The same is decided from the
-same words on every rank.
+all hold it. A *commit* is the state that a step has left as it ended, told by how many had ended. Each rank that is
+left says which pieces it holds, as of which commits: those that it trains with, and copies of its own or of others. The
+same is decided from the same words on every rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class HeldPiece(JsonRecord):
     end: int
     """How many steps had ended, whether or not optimizers have stepped in each."""
     piece: int
+    """Which of the pieces it is, by number."""
     is_live: bool
     """Whether this is what the rank trains with, and not a copy."""
 

@@ -363,22 +363,23 @@ class Losses:
         deciding: float,
     ) -> None:
         """Tell of a loss after which training goes on: an event, and a line in the log of the first rank."""
-        seconds = {
-            "deciding": deciding,
-            "wiring": cost.wiring_seconds,
-            "forming": cost.forming_seconds,
-            "moving": cost.moving_seconds,
-            "all": time.perf_counter() - began,
-        }
+        taken = time.perf_counter() - began
         step = self._training.counts.global_step
         text = (
             f"membership {plan.version} at step {step}: {plan.reason}; {counted(plan.world_size, 'rank')} "
             f"{'goes' if plan.world_size == 1 else 'go'} on after step {step} without "
-            f"{'it' if len(plan.lost) == 1 else 'them'}: {seconds['all']:.2f} s without a step, the step is taken "
+            f"{'it' if len(plan.lost) == 1 else 'them'}: {taken:.2f} s without a step, the step is taken "
             "again, no sample is lost or comes twice, no process was restarted"
         )
         self._training.members.tell_changed(
-            plan, seats, text, seconds=seconds, tells=True, more={"lost": list(plan.lost), "from": "peers"}
+            plan,
+            seats,
+            text,
+            cost=cost,
+            deciding=deciding,
+            taken=taken,
+            tells=True,
+            more={"lost": list(plan.lost), "from": "peers"},
         )
 
 

@@ -636,22 +636,25 @@ class TrainingMembers:
         It was prepared from ``began`` on, in seconds of ``time.perf_counter``.
         """
         plan, step = pending.plan, self._follower.step
-        seconds = {
-            "deciding": pending.seconds,
-            "wiring": cost.wiring_seconds,
-            "forming": cost.forming_seconds,
-            "moving": cost.moving_seconds,
-            "all": pending.seconds + time.perf_counter() - began,
-        }
+        taken = pending.seconds + time.perf_counter() - began
         nodes, ranks = counted(len(plan.nodes), "node"), counted(plan.world_size, "rank")
         text = (
-            f"membership {plan.version} at step {step}: {plan.reason}; {nodes}, {ranks}; {seconds['all']:.2f} s "
+            f"membership {plan.version} at step {step}: {plan.reason}; {nodes}, {ranks}; {taken:.2f} s "
             f"without a step, {size_in_words(cost.sent_bytes)} moved, no process restarted"
         )
         if any(map(is_compiled, self._training.model.modules())):
             text += "; compiled modules are compiled anew where their micro-batches have a size that is new to them"
         more = {"moved_bytes": cost.sent_bytes, "extra_bytes": cost.extra_bytes}
-        self.tell_changed(plan, pending.seats, text, seconds=seconds, tells=pending.tells, more=more)
+        self.tell_changed(
+            plan,
+            pending.seats,
+            text,
+            cost=cost,
+            deciding=pending.seconds,
+            taken=taken,
+            tells=pending.tells,
+            more=more,
+        )
 
     def tell_changed(
         self,
@@ -659,14 +662,16 @@ class TrainingMembers:
         before: Sequence[int],
         text: str,
         *,
-        seconds: Mapping[str, float],
+        cost: ChangeCost,
+        deciding: float,
+        taken: float,
         tells: bool,
         more: Mapping[str, Any],
     ) -> None:
         """Tell of a change from the seats ``before``: an event, on the first rank the log, and the script's functions.
 
-        ``tells`` says whether the scripts of some ranks are to be told. Details of the event are ``seconds`` by part
-        and ``more``.
+        It took ``taken`` seconds in all, ``deciding`` of them before anything was moved. ``tells`` says whether the
+        scripts of some ranks are to be told. ``more`` are details of the event beside those of every change.
         """
         follower, step = self._follower, self._follower.step
         if follower.ranks.rank == 0:
@@ -676,7 +681,13 @@ class TrainingMembers:
             "before": list(before),
             "after": [member.seat for member in plan.members],
             "reason": plan.reason,
-            "seconds": dict(seconds),
+            "seconds": {
+                "deciding": deciding,
+                "wiring": cost.wiring_seconds,
+                "forming": cost.forming_seconds,
+                "moving": cost.moving_seconds,
+                "all": taken,
+            },
             **more,
             "live": True,
         }

@@ -233,7 +233,7 @@ class Checkpoints:
         return newest is not None and newest.global_step == self._counts.global_step
 
     def forget_due(self) -> bool:
-        """Forget the checkpoint that is due, and one that was being saved; gives whether one was due."""
+        """Forget the checkpoint that is due; gives whether one was."""
         due, self._due = self._due, None
         return due is not None
 
