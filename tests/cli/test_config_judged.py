@@ -358,6 +358,8 @@ def test_a_version_that_a_later_one_overtakes_is_told_with_what_is_in_force(
             held = history.current()
             if held is not None and held.version == 1:  # as a tuner's may come, before a step has seen the first one
                 history.set(ConfigEdit(later, reason="another"))
+                assert follower._watcher is not None
+                assert follower._watcher.wait_for_version(2, END_SECONDS)
             elif held is not None:
                 follower.boundary()
 
