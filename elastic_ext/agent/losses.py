@@ -22,6 +22,7 @@ from .journal import Failure
 __all__ = ["LostWorkers", "gone_in_words", "lost_in_words"]
 
 _OUTLIVES = "outlives"
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,15 @@ class LostWorkers:
         if ended := sorted(finished & {member.node_id for member in plan.members if member.seat not in lost}):
             return f"the workers of {', '.join(ended)} have ended well"
         return why_restart_at_loss(plan, lost, told, min_nodes=self._min_nodes, num_left=num_left)
+
+    def wait_for_words(self, board: RoundBoard, places: Collection[int], *, seconds: float) -> None:
+        """Wait until the nodes at these places have told why all workers are started anew at a loss, up to a limit.
+
+        They look once in a while, and their workers may have begun to train since.
+        """
+        deadline = time.monotonic() + seconds
+        while not {*places} <= board.who_told(_OUTLIVES) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def add(self, lost: Mapping[int, str]) -> None:
         """Note workers that are lost, by seat, in words."""

@@ -86,6 +86,19 @@ def test_others_go_on_where_all_nodes_that_are_left_have_said_that_they_can(agen
     assert "--max-restarts" in agents.why(0, 4, 5, num_left=0)
 
 
+def test_the_words_of_nodes_whose_workers_have_just_begun_are_waited_for_and_those_of_a_silent_one_up_to_a_limit(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, board = agents.losses[2], agents.boards[2]
+    words.tell(board, "")
+    later = iter([lambda: None, *(lambda at=at: agents.losses[at].tell(agents.boards[at], "") for at in (0, 1))])
+    monkeypatch.setattr("elastic_ext.agent.losses.time.sleep", lambda _: next(later)())
+    words.wait_for_words(board, {0, 1, 2}, seconds=60.0)
+    assert agents.why(2, 4, 5) == ""
+    assert next(later, None) is None, "it was waited for both"
+    words.wait_for_words(board, {0, 1, 2, 3}, seconds=0.0)
+
+
 def test_who_has_ended_well_goes_on_with_nobody(agents: Agents) -> None:
     for place in range(3):
         agents.losses[place].tell(agents.boards[place], "")
