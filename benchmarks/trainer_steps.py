@@ -1,4 +1,5 @@
-"""What a micro-step of ElasticTrainer costs where nothing changes, beside loops by hand and other libraries' loops.
+"""What a user pays by default, the profile included: what a micro-step of ElasticTrainer costs where nothing changes,
+beside loops by hand and other libraries' loops.
 
 One rank: the training thread's CPU time of a micro-step, which is what a user pays with everything on that is on by
 default, the profile too. A very small model, with one and with four micro-steps per step, so small that what is added

@@ -40,7 +40,7 @@ class Answer(JsonRecord):
     why_later: str = ""
     """What this rank has to end before members can change; empty for nothing."""
     registered: str = ""
-    """The digest of what each rank keeps for itself; empty where all of it is to be that of the first rank."""
+    """The digest of tensors that may differ between the ranks; empty where all take those of the first rank."""
     tells: bool = False
     """Whether the script of this rank is to be told of a change, by functions that may fail."""
 
@@ -92,10 +92,10 @@ def decide(answers: Sequence[Answer], names: Sequence[object]) -> MembersDecisio
 
 
 def seconds_to_settle(waited_seconds: float) -> float | None:
-    """How long a boundary waits for a save under way before the plan is left to the next boundary.
+    """How long a boundary waits for a save under way before it leaves the plan to the next boundary; None: to its end.
 
-    All boundaries together wait for two seconds of the time for which the plan has waited; after twenty of them the
-    save is waited for however long it takes, None, since another may follow each save.
+    ``waited_seconds`` is how long the plan has waited. The boundaries wait for saves within its first two seconds. Once
+    it has waited for twenty seconds, a boundary waits to the end of the save, since saves may follow one another.
     """
     return None if waited_seconds > _PATIENCE_SECONDS else max(_SETTLE_SECONDS - waited_seconds, 0.0)
 

@@ -62,7 +62,7 @@ class Counted:
     """One node's part of the count of failures, as a round begins."""
 
     num_failures: int
-    """How many failures this node has counted, not yet that of the round before."""
+    """How many failures this node has counted, without a failure by which the round before ended."""
     has_failed: bool
     """Whether the round before ended with a failure of this node's workers."""
 
@@ -98,11 +98,11 @@ class NodeWords:
     leaving: tuple[LeavingNode, ...] = ()
     """The nodes that leave, as this node has heard of them."""
     rank_multiple: int = 1
-    """Of what the number of ranks has to be a multiple, by this node's workers, or else as this node has heard last."""
+    """The divisor of every number of ranks that can train: as this node's workers say, or else as it last heard."""
     restart: int = 0
-    """How many failures had been counted as the workers of this node were started."""
+    """How many failures had been counted when the workers of this node were started."""
     refused: tuple[str, ...] = ()
-    """The nodes that the ranks have refused to take in, for what their workers are or have not answered."""
+    """The nodes that the ranks have refused to take in, since their workers do not fit or have not answered."""
     why_refused: str = ""
     """Why the ranks have refused them, a sentence."""
 
@@ -159,7 +159,7 @@ class MeetingDecision:
     holder: str = ""
     """The node that has the store in which the workers of the next plan find each other; empty where torch's has it."""
     takes_back: bool = False
-    """Whether workers have been told a plan that does not come: they are told one with the members of now."""
+    """Whether workers have been told a plan that does not come into force: the next plan has the present members."""
 
 
 def in_force(words: Sequence[NodeWords]) -> MembershipPlan | None:
@@ -238,7 +238,7 @@ def _all_anew(words: Sequence[NodeWords], known: Sequence[str], *, why: str = ""
 
 
 def multiple_of(words: Sequence[NodeWords]) -> int:
-    """Of what the number of ranks has to be a multiple: as those say whose workers train, or else as all remember."""
+    """The divisor of every number of ranks that can train: as nodes with workers say, or else as all nodes remember."""
     train = [each for each in words if each.plan is not None]
     return max(each.rank_multiple for each in train or words)
 
@@ -313,7 +313,7 @@ class RoundStart:
 def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") -> RoundStart:
     """The plan and the count of failures for a new round, from the words of all its nodes in the order of their places.
 
-    Pure, so that every node comes to the same; ``store`` is for the workers of a plan to be come to live.
+    Pure, so that every node comes to the same; ``store`` is where the workers of a live plan find each other.
     """
     decision, plan = decide_members(words), in_force(words)
     version = max(each.version for each in words) + 1
@@ -347,7 +347,7 @@ def settle(words: Sequence[NodeWords], *, max_restarts: int, store: str = "") ->
 def _live(
     plan: MembershipPlan, words: Sequence[NodeWords], decision: MeetingDecision, *, version: int, store: str
 ) -> list[MembershipPlan]:
-    """The plans to be come to live, one after the other; or the members of now, where they take another plan back.
+    """The live plans of a decision, one after the other; one with the present members where it takes a plan back.
 
     Who leaves does not wait until who joins is ready, unless the number of ranks would not fit: that may take long, and
     nodes that leave have little time.
@@ -390,12 +390,12 @@ def _why(joined: Collection[str], lost: Collection[str], has_failed: bool) -> st
 
 
 def why_restart_at_loss(
-    plan: MembershipPlan, lost: Collection[int], told: Mapping[str, str], *, min_nodes: int, num_left: int
+    plan: MembershipPlan, lost: Collection[int], answers: Mapping[str, str], *, min_nodes: int, num_left: int
 ) -> str:
     """Why all workers are started anew as those in the seats ``lost`` are gone, a sentence; empty where others go on.
 
-    ``plan`` is in force, ``told`` has by node why its workers cannot go on, empty where they can, and ``num_left`` is
-    how many failures may be counted yet. Of two parts of the nodes that have lost each other the larger one goes on;
+    ``plan`` is in force, ``answers`` has by node why its workers cannot go on, empty where they can, and ``num_left``
+    is how many failures may be counted yet. Of two parts of the nodes that have lost each other the larger one goes on;
     of equal ones that which reaches the store of the round, and no other part can decide.
     """
     left = {member.node_id for member in plan.members if member.seat not in lost}
@@ -404,10 +404,10 @@ def why_restart_at_loss(
         return "all workers are lost, and the state of training with them"
     if num_left < 1:
         return "no more failures are allowed (--max-restarts)"
-    if silent := sorted(left - told.keys()):
+    if silent := sorted(left - answers.keys()):
         which = "has not said that its" if len(silent) == 1 else "have not said that their"
         return f"{', '.join(silent)} {which} workers can go on"
-    if why := next((f"{told[node]} ({node})" for node in sorted(left) if told[node]), ""):
+    if why := next((f"{answers[node]} ({node})" for node in sorted(left) if answers[node]), ""):
         return why
     if len(left) < min_nodes:
         return f"{len(left)} nodes have workers left, and the job needs {min_nodes} (--nnodes)"
@@ -419,8 +419,9 @@ def why_restart_at_loss(
 # --- how far a change is that workers go on in, by what the nodes say while it goes on -------------------------------
 
 RowState = Literal["waiting", "warming", "ready", "lost", "failed", "applied", "refused"]
-"""What a node's workers have come to: of one that joins ``warming`` up, then ``ready`` and maybe ``lost`` later, or
-``failed`` before that; of one that stays ``waiting`` for those and for the plan, then ``applied`` or ``refused``."""
+"""How far a node's workers are. Where the node joins: ``warming`` up, then ``ready``, and ``lost`` if they are lost
+after that; ``failed`` if they fail before they are ready. Where it stays: ``waiting`` for the nodes that join and for
+the plan, then ``applied`` or ``refused``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -441,16 +442,17 @@ class ChangeStage:
     """How far a change is on all nodes together."""
 
     kind: Literal["warming", "ready", "failed", "refused", "applied"]
-    """``ready``: all that join are, and workers are told the plan. ``failed``: who joins did before that."""
+    """``ready``: all nodes that join are ready, and workers are told the plan. ``failed``: a node that joins has failed
+    before it was ready."""
     why: str = ""
     refused: tuple[str, ...] = ()
 
 
 def stage_of(plan: MembershipPlan, joined: Collection[str], rows: Sequence[ChangeRow]) -> ChangeStage:
-    """How far the change to ``plan`` is, by the newest rows of all nodes that have said something.
+    """How far the change to ``plan`` is, by the newest rows of all nodes that have written one.
 
-    Who says something of a newer plan has seen that all came to this one. A node that is lost once it was ready counts
-    as ready: others may have been told the plan by then, and all of them are to be; their ranks go on without it.
+    A node whose row is of a newer plan has seen that all nodes applied this one. A node that is lost after it was ready
+    counts as ready: some workers may have been told the plan by then, so all are told, and go on without that node.
     """
     states = {each.node_id: each for each in rows if each.version == plan.version}
     if refused := [each for each in states.values() if each.state == "refused"]:

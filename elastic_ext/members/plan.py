@@ -70,15 +70,15 @@ class MembershipPlan(JsonRecord):
     """When the plan was made, seconds since 1970."""
     mode: MembershipMode = "restart"
     generation: int = 0
-    """Which process groups the plan's workers form: a plan that is come to live has one more than the plan before."""
+    """The number of the process groups that the plan's workers form: a live plan has one more than the plan before."""
     store: str = ""
     """HOST:PORT of the store in which the workers of a live plan find each other, held by an agent; empty where they
     meet as torch has them."""
     num_seats: int = 0
     """How many seats have been given so far in this start of the job; the next worker that joins gets this number."""
     lost: tuple[int, ...] = ()
-    """The seats of workers of plans before that are lost, where the plan is one to go on by without them: they have
-    failed, hang or are on a node that is gone, and nothing can be asked of them any more."""
+    """The seats of lost workers of earlier plans, where this plan lets the others go on without them: lost workers have
+    failed, hang or are on a node that is gone, and answer nothing."""
 
     def check(self) -> None:
         """ValueError where ranks do not follow one another, or workers share a seat: nobody could train by that."""
@@ -98,7 +98,7 @@ class MembershipPlan(JsonRecord):
             first += node.num_workers
         seats = [member.seat for member in self.members]
         if len({*seats}) < len(seats):
-            raise ValueError(f"the seats are {seats}; each worker has one of its own")
+            raise ValueError(f"two workers share a seat (the seats are {seats}); give each worker a seat of its own")
 
     @property
     def world_size(self) -> int:
@@ -123,7 +123,10 @@ class MembershipPlan(JsonRecord):
         return [(each.rank, each.seat) for each in self.members] == [(each.rank, each.seat) for each in other.members]
 
     def at_version(self, version: int) -> MembershipPlan:
-        """This plan as if plans up to ``version`` had come: their names for process groups are used by nobody else."""
+        """This plan with a later version, and with the generation that as many more live plans would have led to.
+
+        So a plan that follows it gives its process groups names that no other plan's groups have had.
+        """
         return replace(self, version=version, generation=self.generation + version - self.version)
 
     def changed(
@@ -136,11 +139,11 @@ class MembershipPlan(JsonRecord):
         time: float,
         store: str,
     ) -> MembershipPlan:
-        """The plan to be come to live from this one: without the nodes ``left``, and with those that ``joined``.
+        """The live plan that follows this one: without the nodes ``left``, and with those that ``joined``.
 
-        Who stays keeps the order and the seat; who joins comes after them, in new seats. Without the workers in the
-        seats ``lost`` too, and the nodes that have no others. ValueError where nobody stays, or where a node or a seat
-        is meant that is, or is not, in the plan.
+        Workers that stay keep their order and seats; those that join come after them, in new seats. Workers in the
+        seats ``lost`` are left out too, and so are nodes that have no others. ValueError where nobody stays, where a
+        node that joins is in this plan already, or where a node that leaves or a seat that is lost is not in it.
         """
         known = {node.node_id for node in self.nodes}
         _refuse(sorted({*left} - known), "leave, and the plan does not have them", known)

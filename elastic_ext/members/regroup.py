@@ -33,7 +33,7 @@ _SHORT_PAUSE_SECONDS = 0.001  # where training waits, or soon goes on
 _PAUSE_SECONDS = 0.005  # of a joiner that waits to be called, between two looks into the store
 FORM_SECONDS = 30.0
 """How long ranks wait for each other where they form groups, by default."""
-_LATER_SECONDS = 10.0  # by which ranks may fail after the first of them, beside the time that each waits
+_LATER_SECONDS = 10.0  # how much later than the first rank the last one may fail, beside the time that it waits
 _BACKEND = "gloo"
 
 
@@ -72,9 +72,9 @@ def answer_for(plan: MembershipPlan, seats: Sequence[int], why: str) -> None:
 
 
 class Generation:
-    """The process groups of a plan's members, formed in the place of those that are there: a ``Regroup`` of a model.
+    """The process groups of a plan's members, formed in the place of the present ones: a ``Regroup`` (fsdp/reshard).
 
-    Until their ranks have all met in ``agree`` no collective of groups formed here takes long.
+    Until their ranks have all met in ``agree``, collectives of these groups fail where they take over ``form_seconds``.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Generation:
         self._store_before: Any = store_of_default_group() if dist.is_initialized() else None
         self._is_limited = False
         self.board = Board(self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=_PAUSE_SECONDS)
-        """What ranks that train and workers that join tell each other by."""
+        """The board by which ranks that train and workers that join tell each other things."""
         self.quick_board = Board(
             self._store, self._prefix, what=f"the store {plan.store}", pause_seconds=_SHORT_PAUSE_SECONDS
         )
-        """The same, for what others wait for, and which comes within a step or so."""
+        """The same board, looked at more often: for values that come within about a step and hold others up."""
 
     @property
     def can_go_back(self) -> bool:
-        """Whether the members of before could form their groups anew, as far as this process is one of them."""
+        """Whether this process is one of the previous members, who can form their groups anew."""
         return self._old is not None
 
     def form(self) -> None:
@@ -121,9 +121,9 @@ class Generation:
         self._form(store, self._new, self._version, self._form_seconds)
 
     def form_again(self) -> None:
-        """Form the groups of the members of before anew, in the store that they had: that of the plan may be lost.
+        """Form the groups of the previous members anew, in the store that they had: that of the plan may be lost.
 
-        Who has failed at once waits for those who come to it only when their time is over.
+        A rank that failed at once waits here for ranks that notice the failure only as their own time runs out.
         """
         assert self._old is not None, "who joins has no world to go back to"
         store = self._store if self._store_before is None else self._store_before
@@ -133,12 +133,12 @@ class Generation:
         self._form(store, self._old, self._members_before, 2 * self._form_seconds + _LATER_SECONDS)
 
     def agree(self, error: BaseException | None) -> None:
-        """Return where no rank brings an error, and raise on all where one does; from here on they wait for long."""
+        """Return where no rank brings an error, and raise on all where one does; lifts the limit of ``have_met``."""
         self._ranks.all_or_raise(error, "changing members")
         self.have_met()
 
     def have_met(self) -> None:
-        """Wait for long from here on: all ranks of the world that was formed are there."""
+        """Give collectives their usual limit of time again: all ranks of the world that was formed are there."""
         if self._is_limited:
             self._is_limited = False
             self._ranks.lift_limit()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic_ext.records.json import JsonRecord
 
-__all__ = ["HeldPiece", "Salvage", "WhatIsLeft", "salvage"]
+__all__ = ["HeldPiece", "Salvage", "SurvivorWords", "salvage"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ class HeldPiece(JsonRecord):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIsLeft(JsonRecord):
-    """What one rank says of itself once others are lost."""
+class SurvivorWords(JsonRecord):
+    """What one rank that is left tells the others about itself once some are lost."""
 
     seat: int
     pieces: tuple[HeldPiece, ...]
@@ -38,11 +38,11 @@ class WhatIsLeft(JsonRecord):
     config: tuple[int, int]
     """The version and the revision of the config in force."""
     num_met: int
-    """How often it has met all ranks between two steps, as at the ends of epochs."""
+    """How often the rank has met all others between two steps, as at the ends of epochs."""
     is_entering: bool = False
     """Whether the loop is about to do its work on a batch that was cut for the ranks of before."""
     own: str = ""
-    """A digest of what each rank may have for itself."""
+    """A digest of the state that may differ between the ranks."""
     owes_save: bool = False
     """Whether a checkpoint was due, or being saved, that will not be made."""
     is_like: str = ""
@@ -58,8 +58,8 @@ class Salvage:
     end: int = 0
     """How many steps had ended by the commit."""
     leader: int = 0
-    """The rank, among those that are left, from which all take what is no tensor: that which has come furthest of those
-    whose own state is that of the commit."""
+    """The rank, among those that are left, whose state besides tensors all take over: the one furthest on of the ranks
+    that train with the commit."""
     holders: Mapping[int, tuple[int, ...]]
     """By piece, the ranks among those that are left that hold it as of the commit, those first that train with it."""
     behind: tuple[int, ...] = ()
@@ -68,17 +68,17 @@ class Salvage:
     """Why ranks cannot go on, a sentence; empty where they can."""
 
 
-def salvage(rows: Sequence[WhatIsLeft], *, num_pieces: int) -> Salvage:
+def salvage(rows: Sequence[SurvivorWords], *, num_pieces: int) -> Salvage:
     """The newest commit of which every piece is held by some rank, by the words of all that are left, in rank order.
 
-    Nobody goes back behind what the ranks that are left have ended all together: a step that any of them has ended, and
-    that is whole, stands, since another rank may have acted on it.
+    A step that any of them has ended stands, where all pieces as of its end are held, since another rank may have acted
+    on it: so no rank goes back behind a step that all of them have ended.
     """
     if reasons := {row.why_not: row.seat for row in rows if row.why_not}:
         why, seat = next(iter(reasons.items()))
-        return _not(f"{why} (seat {seat})")
+        return _none(f"{why} (seat {seat})")
     if len({row.is_like for row in rows}) > 1:
-        return _not("the ranks that are left train different tensors")
+        return _none("the ranks that are left train different tensors")
     ends = sorted({piece.end for row in rows for piece in row.pieces}, reverse=True)
     missing: Mapping[int, list[int]] = {}
     for end in ends:
@@ -92,20 +92,20 @@ def salvage(rows: Sequence[WhatIsLeft], *, num_pieces: int) -> Salvage:
             return Salvage(end=end, leader=leader, holders=holders, behind=behind)
         missing = {**missing, end: lost}
     if not missing:
-        return _not("no rank that is left holds a whole step")
+        return _none("no rank that is left holds a whole step")
     newest = max(missing)
     which = ", ".join(map(str, missing[newest]))
-    return _not(
+    return _none(
         f"nobody that is left holds piece {which} of {num_pieces} as of the end of step {newest}, or of one before it"
     )
 
 
-def _progress(row: WhatIsLeft) -> tuple[int, tuple[int, int]]:
+def _progress(row: SurvivorWords) -> tuple[int, tuple[int, int]]:
     """How far a rank has come since the step that it has ended."""
     return row.num_met, row.config
 
 
-def _holders(rows: Sequence[WhatIsLeft], end: int, piece: int) -> tuple[int, ...]:
+def _holders(rows: Sequence[SurvivorWords], end: int, piece: int) -> tuple[int, ...]:
     """The ranks that hold a piece as of a commit, those first that train with it."""
     held = [
         (not each.is_live, rank)
@@ -116,9 +116,9 @@ def _holders(rows: Sequence[WhatIsLeft], end: int, piece: int) -> tuple[int, ...
     return tuple(dict.fromkeys(rank for _, rank in sorted(held)))
 
 
-def _trains_with(row: WhatIsLeft, end: int) -> bool:
+def _trains_with(row: SurvivorWords, end: int) -> bool:
     return any(each.is_live and each.end == end for each in row.pieces)
 
 
-def _not(why: str) -> Salvage:
+def _none(why: str) -> Salvage:
     return Salvage(holders={}, why_not=why)

@@ -35,7 +35,7 @@ from elastic_ext.fsdp.reshard.change import ChangeCost
 from elastic_ext.fsdp.worlds import Worlds
 from elastic_ext.members.plan import MembershipPlan
 from elastic_ext.members.regroup import Generation
-from elastic_ext.members.salvage import HeldPiece, Salvage, WhatIsLeft, salvage
+from elastic_ext.members.salvage import HeldPiece, Salvage, SurvivorWords, salvage
 from elastic_ext.members.store import left
 from elastic_ext.ranks.board import BoardGone
 from elastic_ext.ranks.heartbeat import Activity
@@ -254,11 +254,11 @@ class Losses:
 
     # ---- what is left ----
 
-    def _what_is_left(self, *, is_entering: bool) -> WhatIsLeft:
+    def _what_is_left(self, *, is_entering: bool) -> SurvivorWords:
         training = self._training
         config, is_whole = training.follower.config, training.steps.torn is None
         piece = HeldPiece(end=training.counts.num_boundaries, piece=0, is_live=True)
-        return WhatIsLeft(
+        return SurvivorWords(
             seat=training.ranks.seat,
             pieces=(piece,) if is_whole else (),
             config=(config.version, config.revision),
@@ -270,7 +270,7 @@ class Losses:
             why_not=self._why_restart(),
         )
 
-    def _exchange(self, groups: Generation, plan: MembershipPlan, own: WhatIsLeft) -> list[WhatIsLeft]:
+    def _exchange(self, groups: Generation, plan: MembershipPlan, own: SurvivorWords) -> list[SurvivorWords]:
         """What all that are left say, in the order of their ranks; ElasticError where a newer plan comes before."""
         board, watcher = groups.quick_board, self._training.members.watcher
         names = [left(member.seat) for member in plan.members]
@@ -283,7 +283,7 @@ class Losses:
 
         if not board.wait(names, seconds=self.plan_seconds, stop=is_old):  # a rank hears of it as its pass has ended
             raise BoardGone("another membership plan has come, or the workers are to end")
-        return [WhatIsLeft.from_json(board.read(name)) for name in names]
+        return [SurvivorWords.from_json(board.read(name)) for name in names]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of this training by name, but for what only this rank has."""

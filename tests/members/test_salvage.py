@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.members.salvage import HeldPiece, WhatIsLeft, salvage
+from elastic_ext.members.salvage import HeldPiece, SurvivorWords, salvage
 
 NUM_RANKS = 5
 LOSSES = [lost for number in (1, 2) for lost in itertools.combinations(range(NUM_RANKS), number)]
 
 
-def end_of(row: WhatIsLeft) -> int:
+def end_of(row: SurvivorWords) -> int:
     """How many steps a rank has ended, by what it trains with."""
     return next(piece.end for piece in row.pieces if piece.is_live)
 
 
-def left(seat: int, step: int, *pieces: tuple[int, int], live: int | None = 0, **more: object) -> WhatIsLeft:
+def left(seat: int, step: int, *pieces: tuple[int, int], live: int | None = 0, **more: object) -> SurvivorWords:
     """A rank that has ended so many steps, trains with piece ``live``, and has copies (step, piece)."""
     held = [HeldPiece(end=at, piece=piece, is_live=False) for at, piece in pieces]
     if live is not None:
         held.insert(0, HeldPiece(end=step, piece=live, is_live=True))
     values: dict[str, object] = {"config": (1, 0), "num_met": 0, **more}
-    return WhatIsLeft(seat=seat, pieces=tuple(held), **values)  # type: ignore[arg-type]
+    return SurvivorWords(seat=seat, pieces=tuple(held), **values)  # type: ignore[arg-type]
 
 
 def steps_of_ranks() -> Iterator[tuple[int, ...]]:
@@ -85,7 +85,7 @@ def test_whose_step_is_torn_holds_nothing_and_takes_all_from_others() -> None:
     rows = [left(0, 4, live=None), left(1, 4)]
     found = salvage(rows, num_pieces=1)
     assert (found.end, found.leader, found.behind) == (4, 1, (0,))
-    torn: Sequence[WhatIsLeft] = [left(0, 4, live=None), left(1, 4, live=None)]
+    torn: Sequence[SurvivorWords] = [left(0, 4, live=None), left(1, 4, live=None)]
     assert salvage(torn, num_pieces=1).why_not == "no rank that is left holds a whole step"
 
 

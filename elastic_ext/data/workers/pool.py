@@ -403,7 +403,7 @@ class Pool:
         """Which of these numbers' batches has come first, once one has; none of them was taken."""
         tasks = [self._tasks[number] for number in numbers]
         self._wait_for(tasks)
-        return min((task for task in tasks if task.outcome is not NOTHING), key=lambda task: task.came).number
+        return min((task for task in tasks if task.outcome is not NOTHING), key=lambda task: task.arrival).number
 
     def forget(self, number: int) -> None:
         """Drop the batch of this number: nobody will take it."""
@@ -518,7 +518,7 @@ class Pool:
         if is_batch and self._finish is not None and not task.is_forgotten and task.probes_for is None:
             outcome = self._finish(outcome)
         self._num_settled += 1
-        task.outcome, task.came = outcome, self._num_settled
+        task.outcome, task.arrival = outcome, self._num_settled
         return True
 
     def _bury(self, worker: Worker) -> None:

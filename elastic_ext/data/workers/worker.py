@@ -204,7 +204,7 @@ class Task:
     num_bytes_before: int = 0
     """How many bytes the worker had been sent before this task."""
     outcome: Any = NOTHING
-    came: int = 0
+    arrival: int = 0
     """The number of this outcome among those of the pool's tasks, in the order in which they came."""
     num_deaths: int = 0
     num_losses: int = 0

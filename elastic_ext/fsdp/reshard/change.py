@@ -126,7 +126,7 @@ class Regroup(Protocol):
         """Destroy all process groups, and form the default one of the new world; all of its ranks call this."""
 
     def have_met(self) -> None:
-        """Note that all ranks of the world that was formed are there and well: from here on they wait for long."""
+        """Note that all ranks of the formed world are there and well: collectives have their usual limit again."""
 
     def form_again(self) -> None:
         """Destroy what was formed, and form the default group of the old world; all of its ranks call this."""
