@@ -21,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 help:
 	@echo "make demo       a training job that starts badly and tunes itself while it trains"
 	@echo "make demo-config    one whose configuration a person changes while it trains"
-	@echo "make demo-members   one that a second node joins and leaves while it trains"
+	@echo "make demo-members   one that a node joins, loses a worker of and leaves while it trains"
 	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
 	@echo "make test-peers torch's own tests of its DataLoader with ours in its place: CHECKOUT=/path/to/torchdata's repository"
 	@echo "make test-torch import, smoke and seam tests on another torch: TORCH=2.11.0, or TORCH=newest"

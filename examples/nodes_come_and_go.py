@@ -1,16 +1,18 @@
-"""The demo: a second node joins a training job and leaves it again, and no process of the first one is restarted.
+"""The demo: a node joins a training job, loses a worker and leaves, and no process of the first node is restarted.
 
     make demo-members        or        python -m examples.nodes_come_and_go
 
 Both nodes are on this machine, each an agent with two workers, as on two machines. The second one joins while the first
-trains, takes half of each step, and is told to leave by a command. The exit status is 0 only if the first node's
-processes are those that it began with, and no step was left out or taken twice.
+trains, takes half of each step, has a worker killed and joins with new ones, and is told to leave by a command. The exit
+status is 0 only if the first node's processes are those that it began with, and no step was left out or taken twice.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ NUM_LINES = 3  # of the script's, by whose median speed is compared
 _SCRIPT = Path(__file__).with_name("slow_samples.py")
 _RATE = re.compile(r"step \d+: (\d+) samples/s")
 _CHANGED = r"membership \d+ at step (\d+): \S+ {}; .* s without a step"
+_LOST = r"membership \d+ at step \d+: rank \d+ \(pid {}\) .* go on after step \d+ without"
 _SHOWN = re.compile(r"step \d+: |INFO membership |elastic-run [\d:]+ (?!  )")
 
 
@@ -78,7 +81,7 @@ def speed(training: Training) -> float:
 
 
 def show(first: Training, folder: Path, port: int, deadline_seconds: float) -> tuple[float, float]:
-    """Have a node join and leave; gives the samples per second without it and with it."""
+    """Have a node join, lose a worker and leave; gives the samples per second without it and with it."""
     alone = speed(first)
     print("$ elastic-run ... (the same command, on a second node)", flush=True)
     second = start(folder, port, 1, deadline_seconds)
@@ -86,6 +89,7 @@ def show(first: Training, folder: Path, port: int, deadline_seconds: float) -> t
         first.wait_for_line(_CHANGED.format("joins"))
         together = speed(first)
         run("members", "--run-dir", str(first.run_directory))
+        lose_worker(first, second)
         node = re.search(r"membership \d+ at step \d+: (\S+) joins", "\n".join(first.lines))
         assert node is not None
         run("members", "drain", node[1], "--run-dir", str(first.run_directory))
@@ -98,6 +102,21 @@ def show(first: Training, folder: Path, port: int, deadline_seconds: float) -> t
     run("config", "set", f"user.steps={end}", "--reason", "that is enough", "--file", str(first.config_file))
     first.finish()
     return alone, together
+
+
+def lose_worker(first: Training, second: Training) -> None:
+    """Kill a worker of the second node, and wait until others have joined in place of that node's."""
+    joined = changes(first, "joins")
+    pid = int(second.pids()[-1])
+    print(f"$ kill -9 {pid} (a worker of the second node)", flush=True)
+    os.kill(pid, signal.SIGKILL)
+    first.wait_for_line(_LOST.format(pid))
+    first.wait_until(lambda: changes(first, "joins") > joined, "no workers joined in place of those that were lost")
+
+
+def changes(training: Training, what: str) -> int:
+    """How many nodes have joined, or left, by the lines of a training."""
+    return sum(re.search(_CHANGED.format(what), line) is not None for line in training.lines)
 
 
 def check(first: Training) -> None:
@@ -125,7 +144,7 @@ def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
             return 1
         finally:
             first.kill()
-    print("a node joined and left while training went on: no process was restarted, and no step taken twice")
+    print("a node joined, lost a worker and left while training went on: nothing was lost, and no step taken twice")
     return 0
 
 
