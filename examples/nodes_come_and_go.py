@@ -3,8 +3,9 @@
     make demo-members        or        python -m examples.nodes_come_and_go
 
 Both nodes are on this machine, each an agent with two workers, as on two machines. The second one joins while the first
-trains, takes half of each step, has a worker killed and joins with new ones, and is told to leave by a command. The exit
-status is 0 only if the first node's processes are those that it began with, and no step was left out or taken twice.
+trains, takes half of each step, has a worker killed and joins with new ones, and is told to leave by a command. The
+exit status is 0 only if the first node's processes are those that it began with, and no step was left out or taken
+twice.
 """
 
 from __future__ import annotations
