@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.ranks.board import Board
+from elastic_ext.ranks.board import Board, BoardGone
 
 __all__ = ["Letters", "ToldOfFailure"]
 
@@ -86,5 +87,9 @@ class Letters:
         self._cancelled = why
 
     def burn(self) -> None:
-        """Delete this rank's messages from the store, when nobody reads them any more."""
-        self._board.clear()
+        """Delete this rank's messages from the store, when nobody reads them any more.
+
+        A store that is gone has none. Whatever the ranks exchange next raises for that, as a lost peer.
+        """
+        with contextlib.suppress(BoardGone):
+            self._board.clear()

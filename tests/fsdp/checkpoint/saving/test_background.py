@@ -279,6 +279,16 @@ def test_letters_are_read_by_all_and_burnt() -> None:
     assert not store.check(["job/save/a/written/0"])
 
 
+def test_letters_of_a_store_that_is_gone_need_no_burning() -> None:
+    class GoneStore(PlainStore):
+        def delete_key(self, key: str, /) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    letters = Letters(Board(GoneStore(), "job", num_peers=1), name="a", seconds=60.0)
+    letters.post("written", 1)
+    letters.burn()
+
+
 def test_who_gives_up_waits_no_longer() -> None:
     letters = Letters(Board(PlainStore(), "job", num_peers=2), name="a", seconds=60.0)
     threading.Timer(0.05, letters.cancel, ["no longer"]).start()
