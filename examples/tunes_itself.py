@@ -102,7 +102,8 @@ def in_words(decision: Mapping[str, Any]) -> str:
 def outcome_of(decision: Mapping[str, Any]) -> str:
     """What came of a decision; nothing so far where it is empty."""
     told = ["" if decision["measured"] is None else f"measured {decision['measured']:,.0f} samples/s"]
-    told += [f"-> {decision['outcome']}"] if decision["outcome"] else []
+    if decision["outcome"]:
+        told.append(f"{'->' if told[0] else 'not measured ->'} {decision['outcome']}")
     return " ".join(filter(None, told))
 
 

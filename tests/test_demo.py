@@ -125,6 +125,9 @@ def test_the_demo_of_tuning_passes_when_everything_happened() -> None:
     assert tunes_itself.rates(["step 3: 40 samples/s, loss", "else"]) == [40.0]
     assert tunes_itself.in_words(_decision(1)) == "1. probe, version 1: why; measured 1,000 samples/s -> kept"
     assert tunes_itself.in_words({**_decision(None, outcome=""), "measured": None}) == "1. probe: why"
+    assert tunes_itself.in_words({**_decision(None, outcome="undone"), "measured": None}) == (
+        "1. probe: why; not measured -> undone"
+    )
 
 
 _RUN = "/tmp/elastic_ext-demo-1/checkpoints/fsdp_checkpoint/slow_samples-1_20261128-112254"
