@@ -102,7 +102,7 @@ def test_machines_are_told_of_in_a_line_and_unlike_ones_are_named(caller: Caller
     caller("Join", join_request("c"))
     assert caller.beat("c").wants_hardware
     caller.beat("c", hardware="{ nothing of the kind")
-    assert any("cannot be read" in each for node in caller.status().nodes for each in node.troubles)
+    until(lambda: any("cannot be read" in each for node in caller.status().nodes for each in node.troubles))
     caller("Leave", wire.LeaveRequest(node_id="b", incarnation=1))
     until(lambda: not any("torch" in each for each in caller.status().recommendations))
 

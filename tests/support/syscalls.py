@@ -1,7 +1,7 @@
 """What code asks of the system, call by call: counted, and at a chosen call killed, failed, or interrupted.
 
 Python tells a profile function of each function written in C before it is called, which is where things happen here.
-Nothing is patched: the code under test runs as it is.
+The code under test runs as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from unittest import mock
 
 __all__ = ["Calls", "at_call", "can_fail", "every_kill", "failure", "recorded"]
 
 _MODULES = frozenset({"posix", "fcntl", "_io"})
+_SETTING = threading.Lock()
 _HARMLESS = frozenset({"fspath", "getpid", "urandom", "register_at_fork", "fsencode", "fsdecode", "fileno"})
 
 
@@ -60,20 +62,37 @@ def at_call(
         if name is not None and counts(name):
             calls.names.append(name)
             if len(calls.names) == number + 1:
-                sys.setprofile(None)
+                _set_profile(None)
                 happens()
-                sys.setprofile(watch)
+                _set_profile(watch)
 
     before = sys.getprofile()
-    if in_new_threads:
-        threading.setprofile(watch)
-    sys.setprofile(watch)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(before)
-        threading.setprofile(None)
-        is_over.set()
+    with _in_new_threads(watch) if in_new_threads else contextlib.nullcontext():
+        _set_profile(watch)
+        try:
+            yield calls
+        finally:
+            _set_profile(before)
+            is_over.set()
+
+
+def _set_profile(function: Callable[..., object] | None) -> None:
+    """Set this thread's profile function; Python refuses it where another thread is about the same."""
+    with _SETTING:
+        sys.setprofile(function)
+
+
+@contextlib.contextmanager
+def _in_new_threads(watch: Callable[..., object]) -> Iterator[None]:
+    """Within this, threads that are started have a profile function, as with ``threading.setprofile``."""
+    begin: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def begin_watched(thread: threading.Thread) -> None:
+        _set_profile(watch)
+        begin(thread)
+
+    with mock.patch.object(threading.Thread, "_bootstrap_inner", begin_watched):
+        yield
 
 
 @contextlib.contextmanager
