@@ -1,9 +1,8 @@
-"""What a user pays by default, the profile included: what a micro-step of ElasticTrainer costs where nothing changes,
-beside loops by hand and other libraries' loops.
+"""What a micro-step of ElasticTrainer costs by default, beside loops by hand and loops of other libraries.
 
-One rank: the training thread's CPU time of a micro-step, which is what a user pays with everything on that is on by
-default, the profile too. A very small model, with one and with four micro-steps per step, so small that what is added
-can be seen; and one whose steps take about 20 ms, as a share of them. All over the same loop without a trainer.
+One rank: the training thread's CPU time of a micro-step where nothing changes. A very small model, with one and with
+four micro-steps per step, so small that what is added can be seen; and one whose steps take about 20 ms, as a share of
+them. All over the same loop without a trainer.
 
 Two gloo ranks with DDP: wall and CPU time of a micro-step of several milliseconds, over DDP by hand, which leaves
 gradients unshared (``no_sync``) but in the last micro-step of a step. All are on one thread, and batches lie in memory.

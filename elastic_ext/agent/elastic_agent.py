@@ -514,7 +514,8 @@ class ElasticAgent(LocalElasticAgent):
         seats = self._members.seats_in(self._members.newest_plan)
         if seats and (why := self._members.why_restart_at_loss()) is not None:  # its workers had begun to train
             self._losses.tell(self._board, why)
-            self._losses.wait_for_words(self._board, self._members.member_places(), seconds=2 * _LOOK_SECONDS)
+            if not why:
+                self._losses.wait_for_words(self._board, self._members.member_places(), seconds=2 * _LOOK_SECONDS)
         if self.workers.are_lost or not seats or self._why_restart_without(seats):
             return self.workers.are_lost
         self._tell_failed(failures)

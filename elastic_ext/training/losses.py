@@ -78,7 +78,9 @@ class Losses:
         self.why_restart = ""
         """Why all workers are started anew where one is lost, a sentence; empty where the others go on."""
         self._owes_save = False
-        self._num_met = 0  # how often all ranks have met between two steps, which are the same for all that are left
+        self.num_met = 0
+        """How often all ranks have met between two steps; the same on ranks that have come through the same meetings,
+        also on those that have joined since."""
         self._sockets = GroupSockets()
         self._why_not_ended: str | None = None  # a collective that ranks have left; not tried so far
         self.plan_seconds = PLAN_SECONDS
@@ -179,15 +181,15 @@ class Losses:
 
         It is not called again where another rank has come through it before: then all have been there.
         """
-        number = self._num_met
-        while self._num_met == number:
+        number = self.num_met
+        while self.num_met == number:
             try:
                 meet()
             except Exception as error:
                 if not self.recover(error):
                     raise
             else:
-                self._num_met += 1
+                self.num_met += 1
 
     def _awaited_plan(self, after: int) -> MembershipPlan | None:
         """The newest plan without those who are lost, once there is one newer than ``after``; None where none comes."""
@@ -262,7 +264,7 @@ class Losses:
             seat=training.ranks.seat,
             pieces=(piece,) if is_whole else (),
             config=(config.version, config.revision),
-            num_met=self._num_met,
+            num_met=self.num_met,
             is_entering=is_entering,
             is_like=hashlib.blake2b(repr([each for each, _ in self._tensors()]).encode(), digest_size=8).hexdigest(),
             own=training.members.own_tensors(),
@@ -326,7 +328,7 @@ class Losses:
             "schedules": training.state.num_scheduled,
             "boundaries": training.counts.num_boundaries,
             "samples": training.counts.num_samples,
-            "met": self._num_met,
+            "met": self.num_met,
             "is_taken_back": training.state.phase is StepPhase.TAKEN_BACK,
             "should_stop": training.session.should_stop,
             "noise": training.counts.noise_scale.state_dict(),
@@ -343,7 +345,7 @@ class Losses:
             training.reports.count_anew()
         training.counts.num_boundaries, training.counts.num_samples = told["boundaries"], told["samples"]
         training.counts.noise_scale.load_state_dict(told["noise"])
-        self._num_met, training.session.should_stop = told["met"], told["should_stop"]
+        self.num_met, training.session.should_stop = told["met"], told["should_stop"]
         training.steps.num_backwards, training.state.num_scheduled = told["backwards"], told["schedules"]
         agreement.join(JoinedAgreement(**told["agreement"]))
         if told["config"] != json.loads(json.dumps(agreement.tell_config())):

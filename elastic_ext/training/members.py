@@ -588,6 +588,7 @@ class TrainingMembers:
             "backwards": training.steps.num_backwards,
             "schedules": training.state.num_scheduled,
             "boundaries": training.counts.num_boundaries,
+            "met": training.losses.num_met,
             "growing": training.growing.tell(),
             "seed": None if training.batches.ordered is None else training.batches.ordered.seed,
             "state": training.saved_state.tell(),
@@ -602,7 +603,7 @@ class TrainingMembers:
         if told["seed"] is not None and training.batches.ordered is not None:
             training.batches.ordered.take_seed(told["seed"])
         training.saved_state.join(told["state"])
-        training.counts.num_boundaries = told["boundaries"]
+        training.counts.num_boundaries, training.losses.num_met = told["boundaries"], told["met"]
         training.reports.count_anew()
         training.session.epochs.join(is_within=told["state"]["counts"]["is_in_epoch"])
         agreement = training.follower.agreement

@@ -88,6 +88,20 @@ def test_a_worker_is_killed_and_the_others_go_on_until_others_join_in_its_place(
 
 
 @pytest.mark.slow
+def test_a_worker_is_killed_in_the_first_steps_and_the_others_go_on(job: Job) -> None:
+    """Agents look once a second at what their workers say, and may not have looked since training began."""
+    conf = "--rdzv-conf=is_host=0,last_call_timeout=60,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=30"
+    three_at_once = [job.node(number, RESTARTS, "--nnodes=2:3", conf, script=SCRIPT) for number in range(3)]
+    with nodes(*three_at_once) as (first, second, third):
+        until(lambda: max(samples_by_step(job.folder), default=0) >= 1 or None, what="a step")
+        stay = {node: node.workers() for node in (first, second)}
+        (killed,) = third.workers().values()
+        os.kill(killed.pid, signal.SIGKILL)
+        wait_for_kind(first, "worker-lost")
+        check_went_on(job, stay)
+
+
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_the_others_go_on(job: Job) -> None:
     with three(job, "--hang-seconds=3") as (first, second, third):
         stay = {node: node.workers() for node in (first, third)}

@@ -21,10 +21,16 @@ from tests.support.ranks import RankPool, RanksFailed
 
 
 def survivors(ranks: RankPool, job: Job, plans: Sequence[MembershipPlan], num_workers: int) -> list[Lived]:
-    """What the workers that are left have lived through, where agents write each plan once its lost ones have ended."""
+    """What the workers that are left have lived through, where agents write each plan once its lost ones have ended.
+
+    One with workers that join is written once those are ready.
+    """
 
     def script(agents: Agents) -> None:
         for before, plan in itertools.pairwise(plans):
+            if not plan.lost:
+                agents.tell(before, plan)
+                continue
             for seat in plan.lost:
                 agents.wait_for_end(seat)
             agents.write([member.seat for member in before.members if member.seat not in plan.lost], plan)
@@ -116,6 +122,20 @@ def test_who_is_behind_takes_the_step_that_another_rank_has_committed(
     assert found[0].state == of_restarts(ranks, job, [(5, 3), (9, 2)]).state
     assert job.leaves_traces or found[0].state == found[1].state, "but for what each has seen in its last passes"
     check_samples(ranks, job, found, since=5)
+
+
+def test_a_rank_is_killed_as_an_epoch_ends_and_who_has_joined_in_it_ends_it_again_with_the_others(
+    ranks: RankPool, tmp_path: Path, port: int
+) -> None:
+    first = plan_of([0, 1])
+    together = plan_after(first, port, joined=[2])
+    job = Job(folder=tmp_path, port=port, first=(0, 1), last_step=12, dies={1: (8, "after step")}, outlives=True)
+    joins = replace(job, joins={2: 2}, holds={3: 2})
+    found = survivors(ranks, joins, [first, together, plan_after(together, port, lost=[1])], 3)
+    step = found[0].changes[0][1]
+    assert [each.changes for each in found] == [[(2, step, 0, 3), (3, 8, 0, 2)], [(2, step, 2, 3), (3, 8, 1, 2)]]
+    assert found[0].state == found[1].state == of_restarts(ranks, job, [(step, 2), (8, 3), (12, 2)]).state
+    check_samples(ranks, job, found, since=8)
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
